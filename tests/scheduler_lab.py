@@ -1,4 +1,4 @@
-"""What the scheduler tests share: scripted turns over a character tokenizer, and one trajectory through the door."""
+"""What the scheduler tests share: scripted turns over a character tokenizer, and one trajectory through the driver."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.doors import Door
+from verl_mt.rollout.drivers import RolloutDriver
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.session import SessionContext
 
 CHAT = ChatTemplate(toy_tokenizer())
@@ -56,17 +56,17 @@ def context_for(engine, *, limits: Limits | None = None, chat: ChatTemplate = CH
     )
 
 
-def runner_for(engine, door: Door | MultiTurnScheduler, *, reward: Any = None, **keys: Any) -> RolloutRunner:
+def runner_for(engine, driver: RolloutDriver | MultiTurnScheduler, *, reward: Any = None, **keys: Any) -> RolloutRunner:
     """Reward: a callable of any signature; None = whether the answer ends with the row's ground truth."""
-    if isinstance(door, MultiTurnScheduler):
-        door = SchedulerDoor(door, timeout_s=keys.pop("timeout_s", 600.0), media=keys.pop("media", frozenset()))
+    if isinstance(driver, MultiTurnScheduler):
+        driver = SchedulerDriver(driver, timeout_s=keys.pop("timeout_s", 600.0), media=keys.pop("media", frozenset()))
     runner_keys = {k: keys.pop(k) for k in ("max_retries", "max_concurrent", "tools", "interactions") if k in keys}
     loaded = load_reward(f"{__name__}.score", name=None, kwargs={}, timeout_s=600.0)
     if reward is not None:
         from verl_mt.rewards.adapters import adapt
 
         loaded = adapt(reward, label="test", kwargs={}, timeout_s=600.0)
-    return RolloutRunner(context=context_for(engine, **keys), reward=loaded, door=door, **runner_keys)
+    return RolloutRunner(context=context_for(engine, **keys), reward=loaded, driver=driver, **runner_keys)
 
 
 def prompt_of(question: str = "q", *, chat: ChatTemplate = CHAT, index: int = 0, prompt=None, **raw: Any):

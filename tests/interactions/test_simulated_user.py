@@ -17,7 +17,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, UserCodeError
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.interactions.simulated_user import SimulatedUser
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 
 pytest.importorskip("openai")
 
@@ -199,7 +199,7 @@ def test_wrong_settings_are_one_error():
 
 def test_what_the_user_model_says_is_cut_and_cleaned_like_a_tools_answer(serve):
     model = serve("half \ud800 a sign <|im_end|>" + "and so on " * 200_000, "thank you [DONE]")
-    runner = runner_for(ScriptedEngine([said("a"), said("b")]), ToolLoopDoor(), interactions={"user": user(model)})
+    runner = runner_for(ScriptedEngine([said("a"), said("b")]), ToolLoopDriver(), interactions={"user": user(model)})
     prompt = prompt_of("q")
     prompt.row.extra_info["interaction_kwargs"] = ROW
     (trajectory,) = roll_out(runner, [prompt])

@@ -25,7 +25,7 @@ from verl_mt.errors import PluginError
 from verl_mt.rewards.base import load_reward, rewards
 from verl_mt.rewards.contract import RewardInput, RunState
 from verl_mt.rollout import scheduler as swift
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
 from verl_mt.rollout.scheduler import (
     ContextType,
@@ -136,7 +136,7 @@ def test_every_reward_of_its_plug_in_that_needs_no_service_scores_a_trajectory_a
     if name in ("external_r1v_acc", "thinking_tips"):
         pytest.importorskip("math_verify", reason="an extra: pip install 'verl_mt[math]'")
     with plugin(PLUGIN, tmp_path):
-        run = converse(ToolLoopDoor(), [said(text)], prompt=prompt_of(**columns), reward=load_reward(name).function)
+        run = converse(ToolLoopDriver(), [said(text)], prompt=prompt_of(**columns), reward=load_reward(name).function)
     assert (run.trajectory.error, run.trajectory.reward) == (None, pytest.approx(score))
 
 
@@ -201,7 +201,7 @@ def test_its_async_reward_asks_a_model_for_each_of_a_groups_answers(tmp_path, re
         monkeypatch.setenv("GENRM_API_BASE", url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         reward = load_reward("async_genrm").function
-        run = converse(ToolLoopDoor(), [said("four")], prompt=prompt_of("2+2?"), reward=reward)
+        run = converse(ToolLoopDriver(), [said("four")], prompt=prompt_of("2+2?"), reward=reward)
     assert (run.trajectory.error, run.trajectory.reward) == (None, 0.7)
     assert len(asked) == 1 and "2+2?" in asked[0] and "four" in asked[0]
 
@@ -234,7 +234,7 @@ def test_a_reward_is_given_the_trainers_state_and_the_ids_of_each_message():
     several = [said("one"), said("two")]
     run = converse(Hooked(), several, reward=asked)
     assert asked.given["response_token_ids"] == [[several[0][0], several[1][0]]], "a list for each message"
-    run = converse(ToolLoopDoor(), [said("one", reason="length")], reward=asked)
+    run = converse(ToolLoopDriver(), [said("one", reason="length")], reward=asked)
     assert asked.given["response_token_ids"] == [[*ids_of("one")]], "one list where a run has one turn"
     assert asked.given["finish_reason"] == ["length"]
 

@@ -17,7 +17,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import CustomGenerateDoor
+from verl_mt.rollout.custom_generate import CustomGenerateDriver
 from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
@@ -87,7 +87,7 @@ def runner_of(path, script, *, limits=None, reward=None, engine=None, config=Non
             deterministic=keys.pop("deterministic", False),
         ),
         reward=scorer,
-        door=CustomGenerateDoor(config, args),
+        driver=CustomGenerateDriver(config, args),
         **keys,
     )
 

@@ -30,7 +30,7 @@ from verl_mt.rollout.session import SessionContext
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-from verl_mt.rollout.agent.door import AgentDoor
+from verl_mt.rollout.agent.driver import AgentDriver
 
 pytestmark = pytest.mark.slow  # servers
 
@@ -182,7 +182,7 @@ def runner_of(agent: str, chat: ChatTemplate, script: list[Any]) -> RolloutRunne
             sampling=SamplingParams(max_new_tokens=1), sanity=SanityMonitor(SanityMode.STRICT),
         ),
         reward=load_reward("generate_support.one", timeout_s=600.0),
-        door=AgentDoor(f"{__name__}.{agent}", get_parser("hermes")),
+        driver=AgentDriver(f"{__name__}.{agent}", get_parser("hermes")),
     )  # fmt: skip
 
 

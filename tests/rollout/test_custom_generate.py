@@ -19,8 +19,8 @@ from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import CustomGenerateDoor, GenerateState, post
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.custom_generate import CustomGenerateDriver, GenerateState, post
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.runner import RolloutPlan
 
@@ -500,7 +500,7 @@ def test_a_path_that_is_no_generate_function_is_refused_at_start(path, error, te
     config = Config()
     config.actor_rollout_ref.rollout.custom_generate_function_path = path
     with pytest.raises(error, match=text):
-        CustomGenerateDoor(config, GenerateArgs(config, Runtime(CHAT, None, None)))
+        CustomGenerateDriver(config, GenerateArgs(config, Runtime(CHAT, None, None)))
 
 
 def test_a_deterministic_run_refuses_requests_side_by_side_and_accepts_one_after_the_other():
@@ -530,7 +530,7 @@ def test_thirty_two_prompts_times_four_are_128_samples_in_groups_that_lie_togeth
 @pytest.mark.cap("C44")
 def test_a_reward_of_slimes_signature_scores_the_tool_loop_too():
     runner = runner_of("generate_functions.once", [turn("so <answer>Paris</answer>")], reward=REWARD)
-    runner.door = ToolLoopDoor()
+    runner.driver = ToolLoopDriver()
     trajectory = only(roll_out(runner, rows("Which?", label=LABEL)))
     assert trajectory.reward == 1.0 and trajectory.sample is None
 

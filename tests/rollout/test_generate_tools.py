@@ -8,7 +8,7 @@ import logging
 import generate_functions
 import pytest
 from generate_support import CHAT, only, roll_out, rows, runner_of, turn
-from test_generate_door import LIMITS, by_tool_loop, lookup, prompt_of, script_of
+from test_generate_driver import LIMITS, by_tool_loop, lookup, prompt_of, script_of
 
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.trajectory import Status
@@ -91,7 +91,7 @@ def with_tools(script):
     runner = runner_of("generate_functions.with_tools", script, limits=LIMITS)
     tools = ToolSet([lookup])
     runner.tools = ToolExecutor(tools, ToolLimits(), CHAT.tokenizer.encode)
-    runner.door._args._runtime.tools = tools.schemas()
+    runner.driver._args._runtime.tools = tools.schemas()
     runner.context = type(runner.context)(**{**vars(runner.context), "parser": get_parser("hermes")})
     return only(roll_out(runner, [prompt_of("q")]))
 

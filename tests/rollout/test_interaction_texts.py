@@ -18,7 +18,7 @@ from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -51,7 +51,7 @@ class Speaks(BaseInteraction):
 def talk(interaction, *questions: str, **keys):
     engine = ScriptedEngine(lambda request: said("yes"))
     limits = Limits(**{"response_length": 4000, "max_model_len": 8000, **keys})
-    runner = runner_for(engine, ToolLoopDoor(), interactions={"speaks": interaction}, limits=limits)
+    runner = runner_for(engine, ToolLoopDriver(), interactions={"speaks": interaction}, limits=limits)
     return roll_out(runner, [prompt_of(q, index=k) for k, q in enumerate(questions)]), engine
 
 
@@ -73,7 +73,7 @@ def answered(text: str, **limits: Any) -> tuple[str, float]:
 
     call = said('<tool_call>{"name": "speak", "arguments": {}}</tool_call>')
     executor = ToolExecutor(ToolSet([speak]), ToolLimits(**limits), partial(CHAT.encode_text, neutral=True))
-    runner = runner_for(ScriptedEngine([call, said("yes")]), ToolLoopDoor(), tools=executor)
+    runner = runner_for(ScriptedEngine([call, said("yes")]), ToolLoopDriver(), tools=executor)
     (trajectory,) = roll_out(runner, [prompt_of()])
     return trajectory.messages[2]["content"], trajectory.counters.get("tools/speak/truncated", 0)
 
@@ -161,7 +161,7 @@ def test_what_an_interaction_says_last_is_a_turn_of_the_conversation_in_verls_co
 
     for question in ("good", "bad"):
         runner = runner_for(
-            ScriptedEngine(lambda request: said("yes")), ToolLoopDoor(),
+            ScriptedEngine(lambda request: said("yes")), ToolLoopDriver(),
             interactions={"speaks": Speaks((False, "again", 0.0, None))},
             reward=compute_score,
         )  # fmt: skip

@@ -309,10 +309,10 @@ def test_a_template_that_rewrites_few_shot_turns_is_refused_where_they_shall_be_
 
 
 def test_loss_scales_work_without_a_scheduler_too():
-    from verl_mt.rollout.doors import ToolLoopDoor
+    from verl_mt.rollout.drivers import ToolLoopDriver
 
     engine = ScriptedEngine([said(REACT[0])])
-    (trajectory,) = roll_out(runner_for(engine, ToolLoopDoor(), loss_scale=load_loss_scale("react")), [prompt_of()])
+    (trajectory,) = roll_out(runner_for(engine, ToolLoopDriver(), loss_scale=load_loss_scale("react")), [prompt_of()])
     assert trained_text(trajectory.records[0]) == f"Thought: x\nObservation:|Final Answer: 3{END}"
 
 

@@ -24,7 +24,7 @@ from verl_mt.errors import ConfigError, DataError, EngineError
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.values import hidden_before
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
@@ -61,7 +61,7 @@ def turn(text: str, log_prob: float = -0.5):
 
 def converse(engine, *, images=1, tools=None, n=1, **keys):
     prompt = [shown("what is it?", *[picture(16 + 8 * k, 16) for k in range(images)])]
-    runner = runner_for(engine, ToolLoopDoor(), chat=CHAT, tools=tools or executor(), **keys)
+    runner = runner_for(engine, ToolLoopDriver(), chat=CHAT, tools=tools or executor(), **keys)
     return roll_out(runner, [prompt_of(chat=CHAT, prompt=prompt)], n)
 
 

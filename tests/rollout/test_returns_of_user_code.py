@@ -1,4 +1,4 @@
-"""What a door returns is checked at the door: anything wrong fails its own trajectory by name, and no other."""
+"""What a driver returns is checked where it enters: anything wrong fails its own trajectory by name, and no other."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def test_what_an_environment_returns_is_checked(says, value, tmp_path):
     through(GymScheduler(max_turns=2, env=f"{__name__}.Shop"), tmp_path, says)
 
 
-# ---- and what is behind all doors
+# ---- and what is behind all drivers
 
 
 @pytest.mark.parametrize("value", [deep(), endless(), Unshowable(), {Unshowable(): Unshowable()}])

@@ -15,7 +15,7 @@ from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.errors import DataError
 from verl_mt.rewards import Reward
 from verl_mt.rewards.adapters import adapt
-from verl_mt.rollout.doors import has_own_loop
+from verl_mt.rollout.drivers import has_own_loop
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.function_tool import FunctionTool, function_tool

@@ -1,4 +1,4 @@
-"""The planted rewards pay for what they say, through the same door as any reward."""
+"""The planted rewards pay for what they say, through the same interface as any reward."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.errors import ConfigError
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer.build import build_trainer, build_workers
 from verl_mt.trainer.build_data import build_prompts, load_val_prompts
@@ -85,7 +85,7 @@ def test_log_probs_stay_those_of_the_trainer_whatever_a_scheduler_does_to_the_co
     workers = build_workers(config, total_steps=1)
     chat, tools = build_chat(config), build_tools(config)
     runner = build_runner(config, chat, tools, workers.policy_module)
-    runner.door = SchedulerDoor(Mixed())
+    runner.driver = SchedulerDriver(Mixed())
     prompts = load_val_prompts(config, build_prompts(config, chat, tools))
     stream = RolloutStream(runner)
     try:

@@ -17,7 +17,7 @@ from verl_mt.data.dataset import DataSource
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.doctor.forms import truth_text
 from verl_mt.plugins import listing, suggest
-from verl_mt.rollout.doors import has_own_loop
+from verl_mt.rollout.drivers import has_own_loop
 from verl_mt.rollout.prompts import Prompt
 
 _MODEL = "actor_rollout_ref.model.path"

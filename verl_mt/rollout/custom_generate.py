@@ -9,8 +9,8 @@ from typing import Any
 
 from verl_mt.data.slime_sample import Sample
 from verl_mt.rollout.generate.args import GenerateArgs, GenerateState
-from verl_mt.rollout.generate.door import (
-    CustomGenerateDoor,
+from verl_mt.rollout.generate.driver import (
+    CustomGenerateDriver,
     async_rm,
     batched_async_rm,
     call_tools,
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "CustomGenerateDoor",
+    "CustomGenerateDriver",
     "GenerateArgs",
     "GenerateState",
     "RowTools",

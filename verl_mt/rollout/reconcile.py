@@ -1,6 +1,6 @@
 """What somebody else believes of a conversation, mapped to what is recorded of it.
 
-The record is the truth: what was sampled is never encoded again, and nobody's belief about tokens enters it. Each door
+The record is the truth: what was sampled is never encoded again, whatever a caller believes about tokens. Each driver
 brings a belief of another kind:
 
 - a scheduler: messages, and perhaps ids of its last turn (`take_messages`, `clear_bits`, `match_ids`);

@@ -33,7 +33,7 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
 from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.doors import Door, Episode, Place, ToolLoopDoor
+from verl_mt.rollout.drivers import Episode, Place, RolloutDriver, ToolLoopDriver
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.tools.agent_data import AgentData
@@ -123,7 +123,7 @@ class RolloutRunner:
 
     context: SessionContext
     reward: Reward
-    door: Door = field(default_factory=ToolLoopDoor)
+    driver: RolloutDriver = field(default_factory=ToolLoopDriver)
     tools: ToolExecutor | None = None
     interactions: dict[str, BaseInteraction] = field(default_factory=dict)
     interaction_timeout_s: float = 60.0
@@ -137,7 +137,7 @@ class RolloutRunner:
     reward_by_turn: bool = False
     """What a turn earned is told apart (`turn_rewards`)."""
     turn_cost: float = 0.0
-    """Per assistant turn after the first; like the other weights, not for what a door has scored itself."""
+    """Per assistant turn after the first; like the other weights, not for what a driver has scored itself."""
     token_cost: float = 0.0
     """Per sampled token."""
     progress: RolloutProgress = field(default_factory=RolloutProgress)
@@ -210,7 +210,7 @@ class RolloutRunner:
         gate: Gate,
         place: Place,
     ) -> list[Trajectory]:
-        """One episode, tried again after the engine went away; its trajectories (a door may make several)."""
+        """One episode, tried again after the engine went away; its trajectories (a driver may make several)."""
         engine, order = context.engine, place.sample
         arrived = time.monotonic()
         opens, closes = partial(engine.open_session, session_id, order), partial(engine.close_session, session_id)
@@ -275,7 +275,7 @@ class RolloutRunner:
                 if interaction is not None:
                     await interaction.start()
             episode = Episode(session, prompt, tools, interaction, place)
-            await self.door.run(episode)
+            await self.driver.run(episode)
             if tools is not None and session.context.deterministic:
                 for name, count in tools.counters.items():
                     if name.endswith("/timeouts") and count:
@@ -321,7 +321,7 @@ class RolloutRunner:
             trajectory.time_spans += interaction.time_spans
 
     async def _score(self, group: TrajectoryGroup, prompt: Prompt, run: RunState) -> None:
-        """Reward every trajectory that was not aborted or failed, unless its door has scored it; a reward that raises
+        """Reward every trajectory that was not aborted or failed, unless its driver has scored it; a reward that raises
         fails its own trajectory."""
         scored, inputs = [], []
         for trajectory in group.trajectories:
@@ -380,7 +380,7 @@ class RolloutRunner:
         return {name: 0.0 - cost for name, cost in costs.items() if charged[name]}
 
     def _reward_input(self, trajectory: Trajectory, prompt: Prompt, run: RunState) -> RewardInput:
-        one_turn = isinstance(self.door, ToolLoopDoor) and self.tools is None and not self.interactions
+        one_turn = isinstance(self.driver, ToolLoopDriver) and self.tools is None and not self.interactions
         item = replace(
             _reward_input(trajectory, prompt),
             run=run,

@@ -28,7 +28,7 @@ from verl_mt.rewards.base import ORM, AsyncORM
 from verl_mt.rewards.math_answer import MathAccuracy
 from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale, loss_scale_map
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler
-from verl_mt.rollout.schedulers.door import NotAScheduler, load_scheduler
+from verl_mt.rollout.schedulers.driver import NotAScheduler, load_scheduler
 from verl_mt.rollout.schedulers.gym import Env, GYMScheduler, GymScheduler, OpenEnvScheduler, OpenEnvWrapper, envs
 from verl_mt.rollout.schedulers.hooks import TrajectoryOver
 from verl_mt.rollout.schedulers.shipped import (

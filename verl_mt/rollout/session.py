@@ -169,7 +169,7 @@ class RolloutSession:
     # ---- what is given
 
     def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Begin with a first prompt, its generation prompt included; a door may begin again with one of its own."""
+        """Begin with a first prompt, its generation prompt included; a driver may begin again with one of its own."""
         trajectory, self.ledger = self.trajectory, Ledger()
         trajectory.messages = [dict(m) for m in messages]
         trajectory.tools = list(tools)

@@ -16,7 +16,7 @@ from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.large_files import SAMPLE_ROWS, LargeRows, open_rows, rows_in_files
 from verl_mt.data.sampler import RowSampler, build_sampler
 from verl_mt.errors import CheckpointError
-from verl_mt.rollout.doors import has_own_loop
+from verl_mt.rollout.drivers import has_own_loop
 from verl_mt.rollout.prompts import Prompt, PromptBuilder
 from verl_mt.tools.registry import ToolSet
 

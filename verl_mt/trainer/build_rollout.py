@@ -1,4 +1,4 @@
-"""From a config to what rolls out: chat, tools, engine, door and reward around one session context."""
+"""From a config to what rolls out: chat, tools, engine, driver and reward around one session context."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verl_mt.modeling import load
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits, is_multi_turn
-from verl_mt.rollout.doors import DoorParts, build_door
+from verl_mt.rollout.drivers import DriverParts, build_driver
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -38,7 +38,7 @@ from verl_mt.tools.registry import ToolSet, load_tools
 log = logging.getLogger(__name__)
 
 SLIME_ARGS = "verl_mt.rollout.generate.args:build_args"
-"""What slime's functions are given: a reward function may be one of them, whatever door the run has."""
+"""What slime's functions are given: a reward function may be one of them, whatever driver the run has."""
 
 ROLLOUT_WORKERS = "verl_mt.rollout_workers.build:build_pool"
 """Makes the pool of them, or None where the config wants none."""
@@ -155,7 +155,7 @@ def build_runner(
             train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
-        door=build_door(config, DoorParts(args, _parser(config), media)),
+        driver=build_driver(config, DriverParts(args, _parser(config), media)),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,

@@ -1,1 +1,1 @@
-"""A door for files written for verl: the few `verl.utils` modules that tools, interactions and rewards import."""
+"""Import paths for files written for verl: the few `verl.utils` modules that tools, interactions and rewards import."""

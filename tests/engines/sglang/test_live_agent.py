@@ -9,7 +9,7 @@ import pytest
 from live import Lab
 
 from verl_mt.chat.parsers import get_parser
-from verl_mt.rollout.agent.door import AgentDoor
+from verl_mt.rollout.agent.driver import AgentDriver
 from verl_mt.rollout.runner import RolloutPlan
 
 pytest.importorskip("openai")
@@ -30,7 +30,7 @@ def test_an_agent_behind_a_url_leaves_the_records_of_the_tool_loop(colocated, la
     agent = replace(
         lab.local,
         context=replace(lab.local.context, engine=colocated, parser=None),
-        door=AgentDoor(f"{EXAMPLE}:run", get_parser("hermes")),
+        driver=AgentDriver(f"{EXAMPLE}:run", get_parser("hermes")),
         interactions={},
         tools=None,
     )

@@ -11,7 +11,7 @@ import pytest
 from live import Lab
 
 from verl_mt.data.trajectory import Status
-from verl_mt.rollout.custom_generate import CustomGenerateDoor
+from verl_mt.rollout.custom_generate import CustomGenerateDriver
 from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 
@@ -41,7 +41,7 @@ def driven_by(lab: Lab, engine, function: str, **data) -> RolloutRunner:
     assert lab.local.tools is not None
     args = GenerateArgs(config, Runtime(lab.chat, lab.local.reward, None, lab.local.tools.tools.schemas()))
     context = replace(lab.local.context, engine=engine)
-    return replace(lab.local, context=context, door=CustomGenerateDoor(config, args), interactions={})
+    return replace(lab.local, context=context, driver=CustomGenerateDriver(config, args), interactions={})
 
 
 async def groups_of(runner, prompts, sampling, name):

@@ -10,7 +10,7 @@ from mixed_scheduler import Mixed
 from parity import compare
 
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 
 pytestmark = pytest.mark.sglang
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.sglang
 def test_records_and_log_probs_are_those_of_the_local_engine_and_of_the_trainer(colocated, lab: Lab, run):
     limits = replace(lab.local.context.limits, max_assistant_turns=6, response_length=400, max_tokens_per_turn=40)
     context = replace(lab.local.context, limits=limits)
-    scheduled = replace(lab, local=replace(lab.local, context=context, door=SchedulerDoor(Mixed())))
+    scheduled = replace(lab, local=replace(lab.local, context=context, driver=SchedulerDriver(Mixed())))
     prompts = lab.prompts[:40]
     expected = run(scheduled.roll_out(lab.local.context.engine, prompts, "greedy", temperature=0.0))
     found = run(scheduled.roll_out(colocated, prompts, "greedy", temperature=0.0))

@@ -12,7 +12,7 @@ from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.plugins import import_plugins
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.doors import DoorParts, build_door
+from verl_mt.rollout.drivers import DriverParts, build_driver
 from verl_mt.rollout.scheduler import load_scheduler, multi_turns, orms
 from verl_mt.rollout.schedulers.shipped import schedulers
 
@@ -257,9 +257,9 @@ def test_schedulers_and_rewards_are_chosen_in_the_config(tmp_path):
         ]
     )
     import_plugins(config.external_plugins)
-    door = build_door(config, DoorParts(None, None))
-    assert type(door.scheduler).__name__ == "CheckAgain"
-    assert door.scheduler.max_turns == 3
+    driver = build_driver(config, DriverParts(None, None))
+    assert type(driver.scheduler).__name__ == "CheckAgain"
+    assert driver.scheduler.max_turns == 3
     assert load_reward(config.reward.path) is not None
 
 

@@ -12,7 +12,7 @@ from verl_mt.data.dataset import load_rows
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.errors import DataError
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.door import make_request
+from verl_mt.rollout.schedulers.driver import make_request
 
 image_module = pytest.importorskip("PIL.Image")
 

@@ -18,7 +18,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput, TrajectoryOver
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 
 
 class Turns(MultiTurnScheduler):
@@ -419,15 +419,15 @@ def test_a_run_that_hangs_fails_its_trajectory_only():
             if infer_request.messages[0]["content"] == "hang":
                 while not ended:
                     await asyncio.sleep(0.001)
-                door.timeout_s = 0.2
+                driver.timeout_s = 0.2
                 await asyncio.sleep(1e6)
             return RolloutOutput(response_)
 
         def on_trajectory_end(self, infer_request, reason):
             ended.append(reason)
 
-    engine, door, ended = ScriptedEngine(lambda request: said("yes")), SchedulerDoor(Hangs(), timeout_s=600.0), []
-    good, bad = roll_out(runner_for(engine, door), [prompt_of("good"), prompt_of("hang")])
+    engine, driver, ended = ScriptedEngine(lambda request: said("yes")), SchedulerDriver(Hangs(), timeout_s=600.0), []
+    good, bad = roll_out(runner_for(engine, driver), [prompt_of("good"), prompt_of("hang")])
     assert (good.status, bad.status) == (Status.COMPLETED, Status.FAILED)
     assert "nothing was asked of the engine for 0.2 s" in bad.error
 

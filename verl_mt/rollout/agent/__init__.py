@@ -1,1 +1,1 @@
-"""The agent door: a program that talks to an OpenAI-compatible URL is the policy."""
+"""The agent rollout driver: a program that talks to an OpenAI-compatible URL is the policy."""

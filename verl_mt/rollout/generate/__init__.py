@@ -1,1 +1,1 @@
-"""The slime door: generate functions. `verl_mt.rollout.custom_generate` is what they import."""
+"""The slime rollout driver: generate functions. `verl_mt.rollout.custom_generate` is what they import."""

@@ -32,7 +32,7 @@ ROUTER_PORT = 30000
 
 @dataclass(frozen=True)
 class SlimeMeanings:
-    """What slime means otherwise than the rest of verl_mt; it holds inside this door and nowhere else."""
+    """What slime means otherwise than the rest of verl_mt; it holds inside this driver and nowhere else."""
 
     given_up: frozenset[Status] = frozenset({Status.ABORTED})
     """What a function sets on a Sample that is neither scored nor trained. FAILED is no such status: it holds a partial

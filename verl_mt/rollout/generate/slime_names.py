@@ -1,4 +1,4 @@
-"""What slime's example files import beside the door's own names, by way of `verl_mt.rollout.custom_generate`.
+"""What slime's example files import beside the driver's own names, by way of `verl_mt.rollout.custom_generate`.
 
 A name that belongs to a part of slime which is not offered is a class here too, so that a file loads whole; using it
 says what there is instead.
@@ -16,7 +16,7 @@ from verl_mt.plugins import not_offered
 from verl_mt.rewards.math_grading import boxed
 from verl_mt.rewards.rm_hub import dapo, dapo_answer, deepscaler, math
 from verl_mt.rollout.generate.args import GenerateState
-from verl_mt.rollout.generate.door import post
+from verl_mt.rollout.generate.driver import post
 
 extract_answer = boxed
 """slime's name for what the last box holds."""

@@ -1,1 +1,1 @@
-"""The scheduler door's inside and the shipped schedulers; `verl_mt.rollout.scheduler` is what plug-ins import."""
+"""The scheduler's rollout driver and the shipped schedulers. Plug-ins import `verl_mt.rollout.scheduler`."""

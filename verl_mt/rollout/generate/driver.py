@@ -1,4 +1,4 @@
-"""The door for generate functions of slime's kind: `async generate(args, sample, sampling_params)` by dotted path.
+"""The rollout driver for slime's `async generate(args, sample, sampling_params)`, named by a dotted path.
 
 The function runs as it was written; only its imports change::
 
@@ -36,7 +36,7 @@ from verl_mt.errors import (
 )
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput, score_all
-from verl_mt.rollout.doors import DoorParts, Episode
+from verl_mt.rollout.drivers import DriverParts, Episode
 from verl_mt.rollout.generate.args import ROUTER_HOST, GenerateArgs, runtime_of, sampling_dict
 from verl_mt.rollout.generate.asked import CallConversations
 from verl_mt.rollout.generate.returned import settle
@@ -237,7 +237,7 @@ async def call_tools(text: str) -> tuple[Message, list[Message]]:
     return message, [result.to_message() for result in results]
 
 
-class CustomGenerateDoor:
+class CustomGenerateDriver:
     """Drives every episode with one function.
 
     Args:
@@ -315,9 +315,9 @@ class CustomGenerateDoor:
         )
 
 
-def build(config: Config, parts: DoorParts) -> CustomGenerateDoor:
-    """The door that `rollout.custom_generate_function_path` asks for."""
-    return CustomGenerateDoor(config, parts.args)
+def build(config: Config, parts: DriverParts) -> CustomGenerateDriver:
+    """The rollout driver that `rollout.custom_generate_function_path` asks for."""
+    return CustomGenerateDriver(config, parts.args)
 
 
 class _GenerateFunction:

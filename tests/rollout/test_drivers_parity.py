@@ -1,4 +1,4 @@
-"""The doors agree: the same scripted turns through the tool loop and through a scheduler make the same records."""
+"""The drivers agree: the same scripted turns through the tool loop and through a scheduler make the same records."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineError
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.doors import DOORS, DoorParts, ToolLoopDoor, build_door
+from verl_mt.rollout.drivers import DRIVERS, DriverParts, ToolLoopDriver, build_driver
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -68,11 +68,11 @@ class RunsEverything(CallsTools):
         return "<tool_call>" not in response_choice.message.content
 
 
-def through(door, turns, max_calls=None, **limits):
+def through(driver, turns, max_calls=None, **limits):
     RAN.clear()
     executor = ToolExecutor(TOOLS, ToolLimits(timeout_s=600.0, max_calls=max_calls), CHAT.tokenizer.encode)
     runner = runner_for(
-        ScriptedEngine(turns), door, limits=Limits(**{"response_length": 4000, "max_model_len": 8000, **limits}),
+        ScriptedEngine(turns), driver, limits=Limits(**{"response_length": 4000, "max_model_len": 8000, **limits}),
         tools=executor, max_retries=0,
     )  # fmt: skip
     prompt = PromptBuilder(CHAT, TOOLS, 4000, True, "error").build(replace(prompt_of().row))
@@ -98,8 +98,8 @@ def records(trajectory):
     ],
 )
 def test_a_scheduler_and_the_tool_loop_make_the_same_records(turns):
-    looped, ran = through(ToolLoopDoor(), turns)
-    scheduled, ran_too = through(SchedulerDoor(CallsTools()), turns)
+    looped, ran = through(ToolLoopDriver(), turns)
+    scheduled, ran_too = through(SchedulerDriver(CallsTools()), turns)
     assert records(scheduled) == records(looped)
     assert ran_too == ran
     tools = {k: v for k, v in looped.counters.items() if k.startswith("tools/") and not k.endswith("latency_s")}
@@ -108,8 +108,8 @@ def test_a_scheduler_and_the_tool_loop_make_the_same_records(turns):
 
 def test_a_call_in_the_last_allowed_turn_is_run_by_a_scheduler_that_says_so():
     turns, limits = [said(call("a")), said(call("b"))], {"max_assistant_turns": 2}
-    looped, ran = through(ToolLoopDoor(), turns, **limits)
-    scheduled, ran_too = through(SchedulerDoor(RunsEverything()), turns, **limits)
+    looped, ran = through(ToolLoopDriver(), turns, **limits)
+    scheduled, ran_too = through(SchedulerDriver(RunsEverything()), turns, **limits)
     assert (ran, ran_too) == (["a"], ["a", "b"])
     assert looped.stop_reason is scheduled.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     # The observation that no turn is left to read is in the messages only.
@@ -119,8 +119,8 @@ def test_a_call_in_the_last_allowed_turn_is_run_by_a_scheduler_that_says_so():
 
 def test_a_call_in_a_turn_cut_by_length_is_run_by_a_scheduler_that_says_so():
     turns, limits = [said(call("a"), "length"), said("yes")], {"max_tokens_per_turn": len(call("a"))}
-    looped, ran = through(ToolLoopDoor(), turns, **limits)
-    scheduled, ran_too = through(SchedulerDoor(RunsEverything()), turns, **limits)
+    looped, ran = through(ToolLoopDriver(), turns, **limits)
+    scheduled, ran_too = through(SchedulerDriver(RunsEverything()), turns, **limits)
     assert (ran, ran_too) == ([], ["a"])
     assert looped.stop_reason is StopReason.MAX_TOKENS_PER_TURN
     assert scheduled.stop_reason is StopReason.SCHEDULER
@@ -135,32 +135,32 @@ def test_run_tools_without_tools_says_which_key_names_them():
 @pytest.mark.cap("C88")
 def test_the_limit_of_tool_calls_holds_for_schedulers_too():
     turns = [said(call("a")), said(call("b")), said(call("c"))]
-    looped, ran = through(ToolLoopDoor(), turns, max_calls=1)
-    scheduled, ran_too = through(SchedulerDoor(CallsTools()), turns, max_calls=1)
+    looped, ran = through(ToolLoopDriver(), turns, max_calls=1)
+    scheduled, ran_too = through(SchedulerDriver(CallsTools()), turns, max_calls=1)
     assert records(scheduled) == records(looped)
     assert (ran, ran_too) == (["a"], ["a"])
     assert looped.stop_reason is scheduled.stop_reason is StopReason.MAX_TOOL_CALLS
 
 
-class OwnDoor(ToolLoopDoor):
+class OwnDriver(ToolLoopDriver):
     @classmethod
     def build(cls, config, parts):
         assert parts.media == {"images"}
         return cls()
 
 
-def test_a_door_is_a_line_in_the_registry(monkeypatch):
-    parts = DoorParts(None, None, frozenset({"images"}))
-    assert type(build_door(compose([]), parts)) is ToolLoopDoor
-    monkeypatch.setitem(DOORS, "multi_turn.tool_parser", f"{__name__}:OwnDoor.build")
-    assert type(build_door(compose([]), parts)) is OwnDoor
+def test_a_driver_is_a_line_in_the_registry(monkeypatch):
+    parts = DriverParts(None, None, frozenset({"images"}))
+    assert type(build_driver(compose([]), parts)) is ToolLoopDriver
+    monkeypatch.setitem(DRIVERS, "multi_turn.tool_parser", f"{__name__}:OwnDriver.build")
+    assert type(build_driver(compose([]), parts)) is OwnDriver
 
 
 @pytest.mark.slow
-def test_a_run_imports_no_door_of_another_family():
+def test_a_run_imports_no_driver_of_another_family():
     code = (
-        "import sys; import verl_mt.trainer.build; from verl_mt.rollout.doors import *; from verl_mt.config.schema "
-        "import Config; build_door(Config(), DoorParts(None, None)); "
+        "import sys; import verl_mt.trainer.build; from verl_mt.rollout.drivers import *; from verl_mt.config.schema "
+        "import Config; build_driver(Config(), DriverParts(None, None)); "
         "print([m for m in sys.modules if m.startswith(('verl_mt.rollout.agent', 'verl_mt.rollout.generate', "
         "'verl_mt.rollout.schedulers'))])"
     )

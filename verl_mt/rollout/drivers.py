@@ -1,10 +1,10 @@
-"""Doors: who decides what happens next in a conversation.
+"""Rollout drivers: who decides what happens next in a conversation.
 
-A door drives one episode to its end. It chooses what is asked and answered; only the episode's `RolloutSession`
-appends tokens. The runner opens and closes everything around it, and attributes what a door raises: an engine that
+A rollout driver leads one episode to its end. It chooses requests and answers. Only the episode's `RolloutSession`
+appends tokens. The runner opens and closes everything around it, and attributes what a driver raises: an engine that
 went away starts the trajectory again, anything else marks it FAILED.
 
-A further door is a folder of its own, a key of the config that asks for it, and a line in `DOORS`.
+A further driver is a folder of its own, a key of the config that asks for it, and a line in `DRIVERS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass
 class Episode:
-    """One try at one conversation, as a door gets it."""
+    """One try at one conversation, as a driver gets it."""
 
     session: RolloutSession
     """Started: the first prompt is recorded."""
@@ -53,10 +53,10 @@ class Episode:
     """Started, and finished by the runner; None where none is configured."""
     place: Place = Place()
     outcome: list[Trajectory] | None = None
-    """Set by a door of which several trajectories come; None = the session's own."""
+    """Set by a driver of which several trajectories come; None = the session's own."""
 
 
-class Door(Protocol):
+class RolloutDriver(Protocol):
     """One object per run, shared by all episodes; they run at the same time on one event loop."""
 
     async def run(self, episode: Episode) -> None:
@@ -68,28 +68,27 @@ class Door(Protocol):
         """
 
 
-class ToolLoopDoor:
+class ToolLoopDriver:
     """The default: tool calls are answered, then the interaction, if there is one, reacts."""
 
     async def run(self, episode: Episode) -> None:
         await run_tool_loop(episode.session, episode.tools, episode.interaction)
 
 
-DOORS = {
-    "agent_function_path": "verl_mt.rollout.agent.door:build",
-    "custom_generate_function_path": "verl_mt.rollout.generate.door:build",
-    "multi_turn.scheduler": "verl_mt.rollout.schedulers.door:build",
+DRIVERS = {
+    "agent_function_path": "verl_mt.rollout.agent.driver:build",
+    "custom_generate_function_path": "verl_mt.rollout.generate.driver:build",
+    "multi_turn.scheduler": "verl_mt.rollout.schedulers.driver:build",
 }
-"""Key under `actor_rollout_ref.rollout` that asks for a door -> its factory, `build(config, parts) -> Door`.
+"""Key under `actor_rollout_ref.rollout` that asks for a driver -> its factory, `build(config, parts) -> RolloutDriver`.
 
-Of several that are set, the first one decides. A factory is named by its path, so that a run imports no family of doors
-but its own.
+If several are set, the first one decides. A factory is named by its path, so a run imports only its own driver.
 """
 
 
 @dataclass(frozen=True)
-class DoorParts:
-    """What a factory may build its door from, beside the config."""
+class DriverParts:
+    """What a factory may build its driver from, beside the config."""
 
     args: Any
     """What functions of slime's kind are given."""
@@ -100,14 +99,14 @@ class DoorParts:
 
 def has_own_loop(rollout: RolloutConfig) -> bool:
     """Whether a loop of the user's drives the conversations, and not the tool loop."""
-    return any(attrgetter(key)(rollout) is not None for key in DOORS)
+    return any(attrgetter(key)(rollout) is not None for key in DRIVERS)
 
 
-def build_door(config: Config, parts: DoorParts) -> Door:
+def build_driver(config: Config, parts: DriverParts) -> RolloutDriver:
     """Who drives the conversations: the one place that decides it."""
     rollout = config.actor_rollout_ref.rollout
-    for key, factory in DOORS.items():
+    for key, factory in DRIVERS.items():
         if attrgetter(key)(rollout) is not None:
-            door: Door = load_object(factory, what=f"actor_rollout_ref.rollout.{key}")(config, parts)
-            return door
-    return ToolLoopDoor()
+            driver: RolloutDriver = load_object(factory, what=f"actor_rollout_ref.rollout.{key}")(config, parts)
+            return driver
+    return ToolLoopDriver()

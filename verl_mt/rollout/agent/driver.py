@@ -1,4 +1,4 @@
-"""The door for agents that know nothing of verl_mt: a program that talks to an OpenAI-compatible URL is the policy.
+"""The rollout driver for agents: a program that talks to an OpenAI-compatible URL is the policy.
 
     async def run(row, base_url, api_key):
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
@@ -37,7 +37,7 @@ from verl_mt.rollout.agent.endpoint import (
     likeness,
     read_request,
 )
-from verl_mt.rollout.doors import DoorParts, Episode
+from verl_mt.rollout.drivers import DriverParts, Episode
 from verl_mt.rollout.reconcile import take_request
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.agent_function_path"
 
 
-class AgentDoor:
+class AgentDriver:
     """Runs the function once per episode, behind a URL of its own.
 
     Args:
@@ -103,11 +103,11 @@ class AgentDoor:
         session.end(StopReason.FINISHED)
 
 
-def build(config: Config, parts: DoorParts) -> AgentDoor:
-    """The door that `rollout.agent_function_path` asks for."""
+def build(config: Config, parts: DriverParts) -> AgentDriver:
+    """The rollout driver that `rollout.agent_function_path` asks for."""
     path = config.actor_rollout_ref.rollout.agent_function_path
     assert path is not None
-    return AgentDoor(path, parts.parser)
+    return AgentDriver(path, parts.parser)
 
 
 class AgentConversation:

@@ -21,7 +21,7 @@ from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
@@ -30,7 +30,7 @@ from verl_mt.tools.registry import ToolSet
 from verl_mt.user_code import CallTimeout, UserCode
 
 agents = pytest.importorskip("agent_functions", reason="openai is not installed", exc_type=ImportError)
-from verl_mt.rollout.agent.door import AgentDoor  # noqa: E402
+from verl_mt.rollout.agent.driver import AgentDriver  # noqa: E402
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 
@@ -42,7 +42,7 @@ def forget():
     agents.SEEN.clear()
 
 
-def runner_of(door, script, *, limits=None, engine=None, parser=None, **keys) -> RolloutRunner:
+def runner_of(driver, script, *, limits=None, engine=None, parser=None, **keys) -> RolloutRunner:
     return RolloutRunner(
         context=SessionContext(
             chat=CHAT,
@@ -53,17 +53,17 @@ def runner_of(door, script, *, limits=None, engine=None, parser=None, **keys) ->
             sanity=SanityMonitor(SanityMode.STRICT),
         ),
         reward=load_reward(f"{one.__module__}.one", timeout_s=600.0),
-        door=door,
+        driver=driver,
         **keys,
     )
 
 
-def door_of(name: str) -> AgentDoor:
-    return AgentDoor(f"agent_functions.{name}", get_parser("hermes"))
+def driver_of(name: str) -> AgentDriver:
+    return AgentDriver(f"agent_functions.{name}", get_parser("hermes"))
 
 
 def through(name: str, script, *, question="q", columns=None, **keys):
-    runner = runner_of(door_of(name), script, **keys)
+    runner = runner_of(driver_of(name), script, **keys)
     (group,) = roll_out(runner, rows(question, **(columns or {})))
     return group.trajectories[0], runner.context.engine
 
@@ -111,7 +111,7 @@ def test_an_agent_and_the_tool_loop_make_the_same_records(script):
     agent, _ = through("calls_tools", script)
     tools = ToolSet([lookup])
     loop = runner_of(
-        ToolLoopDoor(), script, parser=get_parser("hermes"),
+        ToolLoopDriver(), script, parser=get_parser("hermes"),
         tools=ToolExecutor(tools, ToolLimits(timeout_s=600.0), CHAT.tokenizer.encode),
     )  # fmt: skip
     messages = [{"role": "user", "content": "q"}]
@@ -159,7 +159,7 @@ def test_requests_of_one_conversation_wait_for_each_other():
 def test_many_conversations_at_once_keep_apart():
     questions = [f"question {k}" for k in range(12)]
     engine = ScriptedEngine([turn(f"x{k}") for k in range(24)], decode=CHAT.decode)
-    runner = runner_of(door_of("two_questions"), [], engine=engine)
+    runner = runner_of(driver_of("two_questions"), [], engine=engine)
     groups = roll_out(runner, rows(*questions))
     for question, group in zip(questions, groups):
         (trajectory,) = group.trajectories
@@ -255,14 +255,14 @@ def test_an_agent_that_hangs_is_cut_by_the_clock(late_when_it_hangs):
 
 def test_a_deadline_is_an_error_where_bits_are_promised(late_when_it_hangs):
     limits = late_when_it_hangs
-    runner = runner_of(door_of("hangs"), [turn("x")], limits=limits)
+    runner = runner_of(driver_of("hangs"), [turn("x")], limits=limits)
     runner.context = replace(runner.context, deterministic=True)
     with pytest.raises(DeadlineError, match="no deadline may fire"):
         roll_out(runner, rows("q"))
 
 
 def test_samples_of_one_row_do_not_see_what_an_agent_writes_into_it():
-    runner = runner_of(door_of("writes_into_its_row"), [turn("a"), turn("b")])
+    runner = runner_of(driver_of("writes_into_its_row"), [turn("a"), turn("b")])
     (group,) = roll_out(runner, rows("q"), n=2)
     assert [CHAT.decode(t.records[0].token_ids).count("!") for t in group.trajectories] == [1, 1]
 
@@ -279,7 +279,7 @@ def test_an_engine_that_goes_away_starts_the_trajectory_again():
 
 
 def test_the_server_is_gone_when_no_conversation_is_left():
-    runner = runner_of(door_of("two_questions"), [turn("a"), turn("b")])
+    runner = runner_of(driver_of("two_questions"), [turn("a"), turn("b")])
 
     async def go():
         from verl_mt.rollout.runner import RolloutPlan
@@ -293,7 +293,7 @@ def test_the_server_is_gone_when_no_conversation_is_left():
 
 def test_a_function_that_takes_no_url_is_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"wrong_signature.*cannot be called as \(row, base_url, api_key\)"):
-        door_of("wrong_signature")
+        driver_of("wrong_signature")
 
 
 @pytest.mark.parametrize(

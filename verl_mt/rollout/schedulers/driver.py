@@ -1,4 +1,4 @@
-"""The scheduler's door: a `MultiTurnScheduler` decides what is asked next.
+"""The scheduler's rollout driver: a `MultiTurnScheduler` decides what is asked next.
 
 What its own `run` returns is brought onto what the session recorded: each output is one record of the trajectory. It
 covers the turns of its response's record, up to that response, that no earlier output covers. What none covers
@@ -33,7 +33,7 @@ from verl_mt.errors import (
     value_text,
 )
 from verl_mt.plugins import load_object
-from verl_mt.rollout.doors import DoorParts, Episode
+from verl_mt.rollout.drivers import DriverParts, Episode
 from verl_mt.rollout.reconcile import match_ids
 from verl_mt.rollout.schedulers.base import MultiTurnScheduler, missing_methods
 from verl_mt.rollout.schedulers.hooks import (
@@ -112,15 +112,15 @@ def load_scheduler(path: str, *, max_turns: int | None = None, kwargs: Mapping[s
     return scheduler
 
 
-def build(config: Config, parts: DoorParts) -> SchedulerDoor:
-    """The door that `multi_turn.scheduler` asks for."""
+def build(config: Config, parts: DriverParts) -> SchedulerDriver:
+    """The rollout driver that `multi_turn.scheduler` asks for."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     assert turns.scheduler is not None
     scheduler = load_scheduler(turns.scheduler, max_turns=turns.max_assistant_turns, kwargs=turns.scheduler_kwargs)
-    return SchedulerDoor(scheduler, timeout_s=turns.interaction_timeout_s, media=parts.media)
+    return SchedulerDriver(scheduler, timeout_s=turns.interaction_timeout_s, media=parts.media)
 
 
-class SchedulerDoor:
+class SchedulerDriver:
     """Hands every episode to one scheduler.
 
     Args:

@@ -1,7 +1,7 @@
 """The same scripted turns through the tool loop, a scheduler and a generate function: one record, token for token.
 
 The model's ids are ones that no tokenizer would choose, the weights change in the middle of every turn, and what tools
-and users say holds control tokens: whatever a door decoded and encoded again would show.
+and users say holds control tokens: whatever a driver decoded and encoded again would show.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.custom_generate import GenerateState, call_tools, post
-from verl_mt.rollout.doors import ToolLoopDoor
+from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.door import SchedulerDoor
+from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
 
 RETRY = "all wrong<|im_end|>, try again"
-DOORS = ("loop", "scheduler", "function")
+DRIVERS = ("loop", "scheduler", "function")
 RAN: list[str] = []
 
 
@@ -129,8 +129,8 @@ def script_of(*turns) -> list[ScriptedTurn]:
     return script
 
 
-def through(door: str, script, *, retries=False, runs_all=False, **limits) -> SimpleNamespace:
-    """One conversation through one door."""
+def through(driver: str, script, *, retries=False, runs_all=False, **limits) -> SimpleNamespace:
+    """One conversation through one driver."""
     RAN.clear()
     limit = Limits(**{"response_length": 2000, "max_model_len": 4000, **limits})
     engine = ScriptedEngine(script, decode=CHAT.decode)
@@ -139,15 +139,19 @@ def through(door: str, script, *, retries=False, runs_all=False, **limits) -> Si
     )
     config = Config()
     config.actor_rollout_ref.rollout.custom_generate_kwargs = {"retries": retries, "runs_all": runs_all}
-    function = runner_of(f"{__name__}.as_function", script, config=config).door
+    function = runner_of(f"{__name__}.as_function", script, config=config).driver
     function._args._runtime.tools = TOOLS.schemas()
-    doors = {"loop": ToolLoopDoor(), "scheduler": SchedulerDoor(AsScheduler(retries, runs_all)), "function": function}
+    drivers = {
+        "loop": ToolLoopDriver(),
+        "scheduler": SchedulerDriver(AsScheduler(retries, runs_all)),
+        "function": function,
+    }
     runner = RolloutRunner(
         context,
         load_reward("generate_support.one", timeout_s=600.0),
-        door=doors[door],
+        driver=drivers[driver],
         tools=ToolExecutor(TOOLS, ToolLimits(), CHAT.tokenizer.encode),
-        interactions={"retry": Retry({"name": "retry"})} if retries and door == "loop" else {},
+        interactions={"retry": Retry({"name": "retry"})} if retries and driver == "loop" else {},
         max_retries=0,
     )
     messages = [{"role": "user", "content": "q"}]
@@ -181,8 +185,8 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("turns", SCENARIOS.values(), ids=SCENARIOS.keys())
 @pytest.mark.parametrize("retries", [False, True], ids=["", "with a user"])
-def test_three_doors_leave_one_record(turns, retries):
-    loop, scheduler, function = (through(door, script_of(*turns), retries=retries) for door in DOORS)
+def test_three_drivers_leave_one_record(turns, retries):
+    loop, scheduler, function = (through(driver, script_of(*turns), retries=retries) for driver in DRIVERS)
     assert columns(loop) == columns(scheduler) == columns(function)
     assert loop.asked == scheduler.asked == function.asked and len(loop.asked) == len(turns)
     assert loop.ran == scheduler.ran == function.ran
@@ -197,8 +201,8 @@ def test_three_doors_leave_one_record(turns, retries):
 
 
 @pytest.mark.parametrize("turns", [["no", "yes"], ["no", call("a"), "no", call("ll", "a") + "ar", "yes"]])
-def test_three_doors_leave_one_record_where_a_user_asks_to_try_again(turns):
-    loop, scheduler, function = (through(door, script_of(*turns), retries=True) for door in DOORS)
+def test_three_drivers_leave_one_record_where_a_user_asks_to_try_again(turns):
+    loop, scheduler, function = (through(driver, script_of(*turns), retries=True) for driver in DRIVERS)
     assert columns(loop) == columns(scheduler) == columns(function)
     assert loop.asked == scheduler.asked == function.asked and len(loop.asked) == len(turns)
     assert loop.ran == scheduler.ran == function.ran
@@ -208,9 +212,9 @@ def test_three_doors_leave_one_record_where_a_user_asks_to_try_again(turns):
 
 
 @pytest.mark.parametrize(("length", "reason"), [(90, "context_full"), (150, "response_length")])
-def test_three_doors_end_alike_where_the_response_is_full(length, reason):
+def test_three_drivers_end_alike_where_the_response_is_full(length, reason):
     turns = [call("a"), call("ll"), "yes"]
-    outcomes = [through(door, script_of(*turns), response_length=length) for door in DOORS]
+    outcomes = [through(driver, script_of(*turns), response_length=length) for driver in DRIVERS]
     assert columns(outcomes[0]) == columns(outcomes[1]) == columns(outcomes[2])
     assert {o.trajectory.status for o in outcomes} == {Status.TRUNCATED}
     assert {o.trajectory.stop_reason for o in outcomes} == {StopReason(reason)}
@@ -220,7 +224,7 @@ def test_documented_difference_one_a_call_in_the_last_allowed_turn():
     """The loop does not run it. A scheduler or a function may; nobody is left to read the answer, so the record is
     the same and the difference is what has been run."""
     turns = script_of(call("a"), call("ll"))
-    loop, scheduler, function = (through(door, turns, runs_all=True, max_assistant_turns=2) for door in DOORS)
+    loop, scheduler, function = (through(driver, turns, runs_all=True, max_assistant_turns=2) for driver in DRIVERS)
     assert (loop.ran, scheduler.ran, function.ran) == (["a"], ["a", "ll"], ["a", "ll"])
     assert columns(loop) == columns(scheduler) == columns(function)
     assert loop.trajectory.stop_reason is scheduler.trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
@@ -231,7 +235,7 @@ def test_documented_difference_one_a_call_in_the_last_allowed_turn():
 def test_documented_difference_two_a_call_in_a_turn_cut_by_length():
     """The loop ends there. A scheduler or a function may run it and go on, behind an end of turn nobody sampled."""
     turns = script_of((call("a"), "length"), "yes")
-    loop, scheduler, function = (through(door, turns, runs_all=True) for door in DOORS)
+    loop, scheduler, function = (through(driver, turns, runs_all=True) for driver in DRIVERS)
     assert (loop.ran, scheduler.ran, function.ran) == ([], ["a"], ["a"])
     assert (loop.trajectory.status, loop.trajectory.num_turns) == (Status.TRUNCATED, 1)
     for other in (scheduler, function):
