@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.checks import refuse_idle_keys
+from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import TINY_MODEL
@@ -101,7 +101,7 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
     # Ours first: an override of the user's own wins.
     words = [*(f"{k}={_quoted(v)}" for k, v in named.items() if v is not None), *overrides]
     config = compose(words, config_name=base, config_dir=args.config_path)
-    refuse_idle_keys(config, among=_READ)
+    reject_unused_keys(config, among=_READ)
     return config
 
 

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from verl_mt.config.checks import refuse_idle_keys
+from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import config_of_command
 from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
 from verl_mt.config.schema import Config, TrainerConfig
@@ -195,7 +195,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
     if config is not None:
         read = (*_READ, *_READ_BY_ROLLOUTS) if has_rollouts(config, rollouts) else _READ
         _refuse_unread(keys, read)
-        refuse_idle_keys(config, among=read)
+        reject_unused_keys(config, among=read)
         _leave_out_rl(config, keeps_agg=_AGG in keys)
         _name_apart(config.trainer, keys)
     return config

@@ -244,7 +244,7 @@ def run_stage(stage: Stage, folder: Path, rehearse: bool, limit_s: float) -> Num
     return result
 
 
-def said_by(*command: str) -> str | None:
+def disabled_by(*command: str) -> str | None:
     """Its output; None where it fails or is not there."""
     try:
         return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.strip() or None
@@ -264,8 +264,8 @@ def environment() -> Numbers:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
-        "commit": said_by("git", "rev-parse", "HEAD"),
-        "driver": said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        "commit": disabled_by("git", "rev-parse", "HEAD"),
+        "driver": disabled_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
     }
 
 

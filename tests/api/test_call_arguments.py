@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from verl_mt.api.given import TAKES_OBJECTS, Given, full_key
+from verl_mt.api.arguments import TAKES_OBJECTS, CallArguments, full_key
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.data.dataset import load_rows
@@ -117,7 +117,7 @@ def test_short_names_are_those_of_training_and_of_the_policy():
 
 
 def test_with_a_critic_its_learning_rate_has_to_be_told_from_the_policys():
-    given = Given()
+    given = CallArguments()
     with pytest.raises(UnknownKeyError, match="lr may mean"):
         given.keys({"lr": 1e-4, "adv_estimator": "gae"})
     given.keys({"lr": 1e-4, "adv_estimator": "rloo"})
@@ -129,7 +129,7 @@ def test_an_unknown_name_is_refused_with_what_is_close():
         full_key("totl_training_steps")
     with pytest.raises(UnknownKeyError, match=r"zebra: .*docs/configuration.md"):
         full_key("zebra")
-    given = Given()
+    given = CallArguments()
     given.keys({"trainer__total_step": 3})
     with pytest.raises(UnknownKeyError, match=r"trainer\.total_step"):
         compose(given.words)
@@ -162,18 +162,18 @@ def test_an_unknown_name_is_refused_with_what_is_close():
     ],
 )
 def test_a_call_and_a_command_build_the_same_configuration(keys, words):
-    given = Given()
+    given = CallArguments()
     given.keys(keys)
     assert dataclasses.asdict(compose(given.words)) == dataclasses.asdict(compose(words))
 
 
 def test_overrides_are_words_or_a_mapping():
-    first, second = Given(), Given()
+    first, second = CallArguments(), CallArguments()
     first.overrides(["trainer.total_training_steps=3"])
     second.overrides({"trainer.total_training_steps": 3})
     assert compose(first.words) == compose(second.words)
     with pytest.raises(ConfigError, match="overrides is the text"):
-        Given().overrides("trainer.seed=1")
+        CallArguments().overrides("trainer.seed=1")
 
 
 def test_what_takes_objects_are_keys():
@@ -182,7 +182,7 @@ def test_what_takes_objects_are_keys():
 
 
 def test_an_object_stands_where_a_path_stands():
-    given = Given()
+    given = CallArguments()
     given.reward(score)
     given.key("trainer.logger", ["console", Counter])
     config = compose(given.words)
@@ -196,7 +196,7 @@ def test_an_object_stands_where_a_path_stands():
 
 
 def test_two_objects_of_one_name_have_two_names_and_one_object_has_one():
-    given, other = Given(), lambda solution_str, ground_truth: 1.0
+    given, other = CallArguments(), lambda solution_str, ground_truth: 1.0
     other.__name__ = "score"
     names = [given.name(score), given.name(other), given.name(score), given.name(functools.partial(score, 1))]
     assert names == ["object:score", "object:score_2", "object:score", "object:score_3"]
@@ -214,13 +214,13 @@ def test_two_calls_at_once_cannot_give_one_name_two_meanings():
 
 def test_an_object_where_a_plain_value_belongs_is_refused():
     with pytest.raises(ConfigError, match=r"reward\.kwargs\.client is <unlocked .*plain values.*functools\.partial"):
-        Given().keys({"reward__kwargs": {"client": threading.Lock()}})
+        CallArguments().keys({"reward__kwargs": {"client": threading.Lock()}})
     with pytest.raises(ConfigError, match=r"trainer\.seed is <function"):
-        Given().keys({"trainer__seed": score})
+        CallArguments().keys({"trainer__seed": score})
 
 
 def test_several_rewards_are_summed_and_named_in_the_metrics():
-    given, half = Given(), lambda **kwargs: 0.5
+    given, half = CallArguments(), lambda **kwargs: 0.5
     half.__name__ = "half"
     given.reward([score, half])
     config = compose(given.words)
@@ -230,7 +230,7 @@ def test_several_rewards_are_summed_and_named_in_the_metrics():
 
 
 def test_tools_are_functions_classes_objects_paths_and_entries_together():
-    given = Given()
+    given = CallArguments()
     made = Counter(3)
     shipped = {"class_name": "verl_mt.tools.calculator.Calculator", "config": {}}
     given.tools([look_up, made, shipped])
@@ -243,23 +243,23 @@ def test_tools_are_functions_classes_objects_paths_and_entries_together():
 
 
 def test_a_tools_file_stays_a_file_and_no_tools_are_none():
-    given = Given()
+    given = CallArguments()
     given.tools("tools_configs/calculator.yaml")
     assert given.words == [f"{TOOLS_KEY}='tools_configs/calculator.yaml'"] and not given.objects
-    given = Given()
+    given = CallArguments()
     given.tools([])
     assert given.words == [f"{TOOLS_KEY}=null"]
 
 
 def test_what_is_no_tool_is_refused_before_anything_is_loaded():
     with pytest.raises(PluginError, match="tools: 3 is no tool"):
-        Given().tools([3])
+        CallArguments().tools([3])
     with pytest.raises(PluginError, match=r"no tool schema can be made: .* Every argument needs a type hint"):
-        Given().tools([lambda x: x])
+        CallArguments().tools([lambda x: x])
 
 
 def test_a_tool_that_is_made_takes_no_config():
-    given = Given()
+    given = CallArguments()
     given.tools({"class_name": Counter(), "config": {"a": 1}})
     with objects_given(given.objects), pytest.raises(ConfigError, match="made already takes neither config"):
         load_tools(next(name for name in given.objects if name.startswith("object:tools")))
@@ -267,7 +267,7 @@ def test_a_tool_that_is_made_takes_no_config():
 
 @pytest.mark.parametrize("interaction", [Teacher, Teacher({"name": "ms_lee"})])
 def test_an_interaction_is_a_class_or_an_object(interaction):
-    given = Given()
+    given = CallArguments()
     given.interaction(interaction)
     path = compose(given.words).actor_rollout_ref.rollout.interaction_config_file
     assert path == "object:interaction(Teacher)"
@@ -278,14 +278,14 @@ def test_an_interaction_is_a_class_or_an_object(interaction):
 
 def test_what_is_no_interaction_is_refused():
     with pytest.raises(PluginError, match=r"interaction: <function score .* is no BaseInteraction"):
-        Given().interaction(score)
+        CallArguments().interaction(score)
 
 
 ROWS = [{"prompt": f"{n}?", "ground_truth": n, "extra_info": {"hint": None}} for n in range(5)]
 
 
 def read(data, num_rows=-1):
-    given = Given()
+    given = CallArguments()
     spec = given.rows("data.train_files", data)
     with objects_given(given.objects):
         return load_rows(spec, split="train", num_rows=num_rows)[0].rows
@@ -316,14 +316,14 @@ def test_rows_of_datasets_are_read_as_a_table():
 
 
 def test_all_rows_that_are_given_count_whatever_the_shipped_task_takes():
-    given = Given()
+    given = CallArguments()
     given.key("data.train_files", given.rows("data.train_files", ROWS))
     assert compose(given.words).data.train_max_samples == -1
 
 
 def test_a_later_change_of_the_list_changes_no_run():
     mine = [dict(row) for row in ROWS]
-    given = Given()
+    given = CallArguments()
     spec = given.rows("data.train_files", mine)
     mine[0]["extra_info"]["hint"] = mine[0]["ground_truth"] = "changed"
     with objects_given(given.objects):
@@ -338,7 +338,7 @@ def test_a_row_that_is_none_is_named():
 
 
 def test_files_and_functions_stay_what_they_are(tmp_path):
-    given = Given()
+    given = CallArguments()
     assert given.rows("data.train_files", tmp_path / "a.jsonl") == str(tmp_path / "a.jsonl")
     assert given.rows("data.train_files", ["a.jsonl", "b.parquet"]) == ["a.jsonl", "b.parquet"]
     assert given.rows("data.train_files", {"a": {"path": "a.jsonl", "weight": 2}}) == {

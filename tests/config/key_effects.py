@@ -1,7 +1,7 @@
 """Every key of the configuration: another value for it, and what is different then.
 
 An entry says where the key matters (`context`), what to set it to, and which probe sees the difference. A key without
-an entry fails `test_key_effects.py`: add one, in the file of its kind, when you add a knob.
+an entry fails `test_key_effects.py`: add one, in the file of its kind, when you add an option.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl_mt.config.checks import check, refuse_idle_keys
+from verl_mt.config.checks import check, reject_unused_keys
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_overrides
 from verl_mt.config.schema import Config
@@ -37,7 +37,7 @@ def changed(overrides: Sequence[str]) -> Config:
 def look(config: Config) -> None:
     """What the start of a run looks at."""
     check(config)
-    refuse_idle_keys(config)
+    reject_unused_keys(config)
 
 
 def test_the_schemas_defaults_pass():
@@ -172,7 +172,7 @@ def test_how_calls_are_read_means_something_to_an_agent_which_has_no_tools_of_ou
     )
     without = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=x", f"{ROLLOUT}.multi_turn.{key}"]
     with pytest.raises(ConfigError, match="agent_function_path"):
-        refuse_idle_keys(compose(without))
+        reject_unused_keys(compose(without))
 
 
 def test_the_weights_of_several_rewards_reach_no_estimator_of_the_users():

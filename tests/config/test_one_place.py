@@ -22,9 +22,9 @@ from tables import one_of_each
 
 from verl_mt.config import compose as compose_module
 from verl_mt.config import hydra_source, normalize, write_reference
-from verl_mt.config.checks import refuse_idle_keys
+from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import compose, config_to_yaml
-from verl_mt.config.schema import Config, given_keys, leaves, sections, value_of
+from verl_mt.config.schema import Config, explicit_keys, leaves, sections, value_of
 
 pytestmark = pytest.mark.slow  # a composition for each key, and a run
 
@@ -110,8 +110,8 @@ def kind_of(key: str) -> tuple[str, bool, bool]:
 def test_another_default_in_the_declaration_is_the_default_of_every_run_and_every_page(other_default):
     key, value = other_default
     config = compose()
-    refuse_idle_keys(config)
-    assert given_keys(config) == frozenset()
+    reject_unused_keys(config)
+    assert explicit_keys(config) == frozenset()
     tiny = yaml.safe_load((REPO / "config" / "tiny.yaml").read_text())
     for part in key.split("."):
         tiny = tiny.get(part) if isinstance(tiny, dict) else None
@@ -130,9 +130,9 @@ def test_another_default_in_the_declaration_is_the_default_of_every_run_and_ever
 
 PATCH = {
     "verl_mt/config/schema.py": (
-        '    project_name: str = knob("verl_mt"',
-        '    shout_every: int = knob(1, "Steps between shouts.", min=1, read="step")\n'
-        '    project_name: str = knob("verl_mt"',
+        '    project_name: str = option("verl_mt"',
+        '    shout_every: int = option(1, "Steps between shouts.", min=1, read="step")\n'
+        '    project_name: str = option("verl_mt"',
     ),
     "verl_mt/trainer/ppo_trainer.py": (
         "    def step(self",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config.checks import refuse_idle_keys
+from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import compose, config_of_command
 from verl_mt.config.normalize import normalize_overrides, split_argv
 from verl_mt.config.options import read_rollout_correction
@@ -118,7 +118,7 @@ def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text
 
 def test_settings_of_a_function_that_is_not_named_are_refused():
     with pytest.raises(ConfigError, match=r"custom_generate_kwargs is .* only with .*custom_generate_function_path"):
-        refuse_idle_keys(compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"]))
+        reject_unused_keys(compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"]))
 
 
 @pytest.mark.cap("C65")

@@ -13,7 +13,7 @@ import pytest
 from command_lab import NO_VALIDATION, SMALL, small_trainer
 
 from verl_mt.config.compose import compose, config_to_yaml
-from verl_mt.config.knob import Section
+from verl_mt.config.declare import Section
 from verl_mt.config.schema import Config, leaves
 from verl_mt.errors import ConfigError
 from verl_mt.rollout.context import Limits

@@ -128,10 +128,10 @@ def test_log_probs_stay_those_of_the_trainer_whatever_a_scheduler_does_to_the_co
     ],
 )
 def test_combinations_that_cannot_work_are_refused(words, text):
-    from verl_mt.config.checks import refuse_idle_keys
+    from verl_mt.config.checks import reject_unused_keys
 
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
-        refuse_idle_keys(compose(words))
+        reject_unused_keys(compose(words))
 
 
 @pytest.mark.slow

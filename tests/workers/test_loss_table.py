@@ -11,7 +11,7 @@ from verl_mt.algorithms.losses import ppo_clip_loss
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.checks import means_nothing
 from verl_mt.config.compose import compose
-from verl_mt.config.knob import knob
+from verl_mt.config.declare import option
 from verl_mt.config.policy_losses import POLICY_LOSSES, PolicyLoss, read_policy_loss
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
@@ -117,7 +117,7 @@ def test_the_record_of_a_loss_names_what_its_functions_take(name):
 
 
 def test_a_loss_that_is_added_to_the_table_can_be_chosen_with_its_options_and_no_others(monkeypatch, module):
-    mine = PolicyLoss(f"{module}.scaled", options={"factor": knob(2.0, "A number.", max=3.0)})
+    mine = PolicyLoss(f"{module}.scaled", options={"factor": option(2.0, "A number.", max=3.0)})
     monkeypatch.setitem(POLICY_LOSSES, "mine", mine)
     with pytest.raises(ConfigError, match=r"tau_pos is 2.0, which only loss_mode=sapo reads; it is mine"):
         read_policy_loss({"loss_mode": "mine", "tau_pos": 2.0})

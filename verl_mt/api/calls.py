@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt import sft
-from verl_mt.api.given import Given
+from verl_mt.api.arguments import CallArguments
 from verl_mt.api.runs import Evaluation, Examination, Run, evaluated
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
@@ -51,7 +51,7 @@ def train(
         KeyboardInterrupt: Ctrl-C (or the notebook's stop button), once a checkpoint is written: the same call goes on
             from it, and `verl_mt.Run(folder)` is what there is. Pressed twice: at once.
     """
-    given = Given()
+    given = CallArguments()
     plugins = (tools, reward, interaction)
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
         if config.trainer.dry_run:
@@ -90,7 +90,7 @@ def examine(
     Raises:
         VerlMTError: a configuration that does not compose.
     """
-    given, keys, plugins = Given(), dict(keys), (tools, reward, interaction)
+    given, keys, plugins = CallArguments(), dict(keys), (tools, reward, interaction)
     demos = keys.pop("demos", None)
     named = None if demos is None else given.conversations(demos, "demos")
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
@@ -121,7 +121,7 @@ def evaluate_model(
     Raises:
         VerlMTError: bad input, or not one conversation survived.
     """
-    given = Given()
+    given = CallArguments()
     _plug_in(given, tools, reward, interaction)
     return evaluated(given, data, keys, n=n, model=None if model is None else os.fspath(model))
 
@@ -156,7 +156,7 @@ def fine_tune(
         VerlMTError: bad input.
         KeyboardInterrupt: Ctrl-C, once a checkpoint is written.
     """
-    given, keys = Given(), dict(keys)
+    given, keys = CallArguments(), dict(keys)
     base, overrides = keys.pop("config_name", None), keys.pop("overrides", ())
     flags = {name: keys.pop(name, None) for name in ("val_data", "min_reward", "stop_at_accuracy")}
     given.key("actor_rollout_ref.model.path", os.fspath(model))
@@ -183,7 +183,13 @@ def fine_tune(
 
 @contextmanager
 def _composed(
-    given: Given, keys: Mapping[str, Any], *, model: Any, data: Any, validation: Any, plugins: tuple[Any, Any, Any]
+    given: CallArguments,
+    keys: Mapping[str, Any],
+    *,
+    model: Any,
+    data: Any,
+    validation: Any,
+    plugins: tuple[Any, Any, Any],
 ) -> Iterator[Config]:
     """The configuration of a call's arguments; while it is open, its objects can be loaded."""
     keys = dict(keys)
@@ -203,7 +209,7 @@ def _composed(
         yield compose(given.words, config_name=base, config_dir=folder)
 
 
-def _plug_in(given: Given, tools: Any, reward: Any, interaction: Any) -> None:
+def _plug_in(given: CallArguments, tools: Any, reward: Any, interaction: Any) -> None:
     if tools is not None:
         given.tools(tools)
     if interaction is not None:

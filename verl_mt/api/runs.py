@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from verl_mt.api.given import Given
+from verl_mt.api.arguments import CallArguments
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.diagnostics.step_metrics import first_and_last
 from verl_mt.errors import CheckpointError, UserCodeError
@@ -97,7 +97,7 @@ class Run:
         Raises:
             VerlMTError: bad input, or not one conversation survived.
         """
-        return evaluated(Given(objects=dict(self.objects)), data, keys, n=n, run=self)
+        return evaluated(CallArguments(objects=dict(self.objects)), data, keys, n=n, run=self)
 
     def report(self, out: str | Path | None = None, *, beside: Sequence[Run | str | Path] = ()) -> Path:
         """Write the page of `python -m verl_mt.report`. Returns the HTML file.
@@ -168,7 +168,7 @@ class Evaluation:
 
 
 def evaluated(
-    given: Given,
+    given: CallArguments,
     data: Any,
     keys: Mapping[str, Any],
     *,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, given, knob, switched_on
+from verl_mt.config.declare import Section, is_set, option, switched_on
 from verl_mt.config.options import RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, ReadsClip, read_policy_loss
 
@@ -14,43 +14,43 @@ _OF_SEQUENCES = " and ".join(name for name, loss in POLICY_LOSSES.items() if los
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
 _HAS_KL_LOSS = switched_on(KL_LOSS, why="no reference policy would be loaded")
-_LORA = given("actor_rollout_ref.model.lora_rank", why="all weights are trained")
+_LORA = is_set("actor_rollout_ref.model.lora_rank", why="all weights are trained")
 
 
 @dataclass
 class ModelConfig(Section):
     """`actor_rollout_ref.model`."""
 
-    path: str = knob("verl_mt://tiny", "Local folder, hub name, or verl_mt://tiny (the shipped 4 MB model).")
-    revision: str | None = knob(None, "Branch, tag or commit of a hub model; null = its default.")
-    tokenizer_path: str | None = knob(None, "Tokenizer, if it lives elsewhere; null = `path`.")
-    custom_chat_template: str | None = knob(None, "A Jinja template (text or file) instead of the model's own.")
-    template_kwargs: dict[str, Any] = knob({}, "Variables of the chat template, e.g. {enable_thinking: False}.")
-    trust_prompts: bool = knob(
+    path: str = option("verl_mt://tiny", "Local folder, hub name, or verl_mt://tiny (the shipped 4 MB model).")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model; null = its default.")
+    tokenizer_path: str | None = option(None, "Tokenizer, if it lives elsewhere; null = `path`.")
+    custom_chat_template: str | None = option(None, "A Jinja template (text or file) instead of the model's own.")
+    template_kwargs: dict[str, Any] = option({}, "Variables of the chat template, e.g. {enable_thinking: False}.")
+    trust_prompts: bool = option(
         True, "Control-token text in data-set prompts keeps its meaning; False = it is plain text."
     )
-    trust_remote_code: bool = knob(False, "Run Python code that comes with a hub model.")
-    dtype: str = knob("float32", "Weights of actor and ref.", choices=("float32", "bfloat16"))
-    attn_implementation: str = knob(
+    trust_remote_code: bool = option(False, "Run Python code that comes with a hub model.")
+    dtype: str = option("float32", "Weights of actor and ref.", choices=("float32", "bfloat16"))
+    attn_implementation: str = option(
         "sdpa", "Attention kernel of transformers.", choices=("sdpa", "eager", "flash_attention_2")
     )
-    lora_rank: int = knob(
+    lora_rank: int = option(
         0,
         "Rank of low-rank adapters (LoRA), which are then all that is trained; 0 = train all weights. Needs peft: "
         'pip install "verl_mt[lora]".',
         min=0,
     )
-    lora_alpha: int = knob(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1, when=_LORA)
-    lora_target_modules: list[str] = knob(
+    lora_alpha: int = option(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1, when=_LORA)
+    lora_target_modules: list[str] = option(
         ["all-linear"],
         "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
         when=_LORA,
     )
-    freeze_vision: bool = knob(
+    freeze_vision: bool = option(
         False, "A vision tower and its projector keep their weights and get no adapters; models without one have none."
     )
-    enable_gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
-    use_remove_padding: bool = knob(
+    enable_gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
+    use_remove_padding: bool = option(
         True, "Rows of different lengths are packed into one without padding; padded for models that cannot be packed."
     )
 
@@ -59,18 +59,18 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """`actor_rollout_ref.actor.optim`: AdamW."""
 
-    lr: float = knob(1e-6, "Peak learning rate.", min=0)
-    betas: list[float] = knob([0.9, 0.999], "AdamW's betas.")
-    weight_decay: float = knob(0.01, "AdamW's decoupled weight decay.", min=0)
-    lr_warmup_steps: int = knob(0, "Optimizer steps of linear warm-up.", min=0, read="step")
-    lr_scheduler_type: str = knob(
+    lr: float = option(1e-6, "Peak learning rate.", min=0)
+    betas: list[float] = option([0.9, 0.999], "AdamW's betas.")
+    weight_decay: float = option(0.01, "AdamW's decoupled weight decay.", min=0)
+    lr_warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", min=0, read="step")
+    lr_scheduler_type: str = option(
         "constant",
         "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
         choices=("constant", "linear", "cosine"),
         read="step",
     )
-    min_lr_ratio: float = knob(0.0, "Last learning rate as a share of the peak.", min=0, max=1, read="step")
-    lr_warmup_steps_ratio: float = knob(
+    min_lr_ratio: float = option(0.0, "Last learning rate as a share of the peak.", min=0, max=1, read="step")
+    lr_warmup_steps_ratio: float = option(
         0.0,
         "`lr_warmup_steps` as a share of all optimizer steps of the run, rounded down; above 0 it counts instead.",
         min=0,
@@ -83,69 +83,69 @@ class OptimConfig(Section):
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`."""
 
-    optim: OptimConfig = knob(OptimConfig, "The optimizer.")
-    ppo_mini_batch_size: int | None = knob(
+    optim: OptimConfig = option(OptimConfig, "The optimizer.")
+    ppo_mini_batch_size: int | None = option(
         None,
         "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy). A last "
         "step with fewer prompts has a loss as much smaller, so that every prompt of the batch weighs the same.",
         min=1,
     )
-    ppo_epochs: int = knob(1, "Passes over a rollout batch.", min=1)
-    ppo_micro_batch_size: int | None = knob(
+    ppo_epochs: int = option(1, "Passes over a rollout batch.", min=1)
+    ppo_micro_batch_size: int | None = option(
         None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1, read="step"
     )
-    ppo_max_token_len: int = knob(
+    ppo_max_token_len: int = option(
         16384,
         "Tokens per forward pass and rank; those of padding count unless `model.use_remove_padding`.",
         min=1,
         read="step",
     )
-    share_prefixes: bool = knob(
+    share_prefixes: bool = option(
         True, "What rows of a forward pass have in common at their beginning is computed once for all of them."
     )
-    shuffle: bool = knob(True, "Shuffle trajectories between mini-batches.", read="step")
-    clip_ratio: float = knob(
+    shuffle: bool = option(True, "Shuffle trajectories between mini-batches.", read="step")
+    clip_ratio: float = option(
         0.2,
         "PPO's clip range (Schulman et al. 2017, eq. 7).",
         min=0,
         when=ReadsClip(("clip_low", "clip_high")),
-        may_idle=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
+        allow_unused=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
         read="step",
     )
-    clip_ratio_low: float | None = knob(
+    clip_ratio_low: float | None = option(
         None, "Lower clip range; null = `clip_ratio`.", min=0, when=ReadsClip(("clip_low",)), read="step"
     )
-    clip_ratio_high: float | None = knob(
+    clip_ratio_high: float | None = option(
         None,
         "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.",
         min=0,
         when=ReadsClip(("clip_high",)),
         read="step",
     )
-    policy_loss: dict[str, Any] = knob(
+    policy_loss: dict[str, Any] = option(
         {},
         f"`loss_mode`: {', '.join(POLICY_LOSSES)} (default: vanilla, PPO's), and the numbers that only it has "
         "(docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its arguments "
         "(docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
         options=LossChoice,
     )
-    clip_ratio_c: float | None = knob(
+    clip_ratio_c: float | None = option(
         3.0,
         "Dual clip's bound for negative advantages; null = off.",
         min=1,
         when=ReadsClip(("clip_c",)),
-        may_idle=True,
+        allow_unused=True,
         read="step",
     )
-    loss_agg_mode: str | None = knob(
+    loss_agg_mode: str | None = option(
         None,
         "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
         f"same) for {_OF_SEQUENCES}, token-mean for all others. A run's config.yaml has what became of it.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
         read="step",
     )
-    entropy_coeff: float = knob(0.0, "Weight of the entropy bonus.", read="step")
-    top_entropy_quantile: float = knob(
+    entropy_coeff: float = option(0.0, "Weight of the entropy bonus.", read="step")
+    top_entropy_quantile: float = option(
         1.0,
         "Share of a mini-batch's sampled tokens, those of the highest entropy, that have a policy loss; below 1 it "
         "costs a forward pass per update (Wang et al. 2025, arXiv:2506.01939).",
@@ -153,9 +153,9 @@ class ActorConfig(Section):
         max=1,
         read="step",
     )
-    use_kl_loss: bool = knob(False, "Add a KL term to the reference policy to the loss.")
-    kl_loss_coef: float = knob(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, may_idle=(0.0,), read="step")
-    kl_loss_type: str = knob(
+    use_kl_loss: bool = option(False, "Add a KL term to the reference policy to the loss.")
+    kl_loss_coef: float = option(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, allow_unused=(0.0,), read="step")
+    kl_loss_type: str = option(
         "low_var_kl",
         "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp); with a plus its value has k2's gradient "
         "(straight through).",
@@ -163,36 +163,36 @@ class ActorConfig(Section):
         when=_HAS_KL_LOSS,
         read="step",
     )
-    optimizer_offload: bool = knob(
+    optimizer_offload: bool = option(
         False,
         "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and "
         "costs two copies per step (nothing to save on the CPU).",
     )
-    param_offload: bool = knob(
+    param_offload: bool = option(
         False,
         "Keep the weights of actor and critic in CPU memory during rollouts; their device memory is the engine's then "
         "(nothing to save on the CPU, nor for an engine that samples from the actor's own weights).",
     )
-    fsdp_size: int | None = knob(
+    fsdp_size: int | None = option(
         None,
         "Ranks that weights, gradients and optimizer state are spread over; every such group has the whole policy, and "
         "layers are gathered within it (HSDP). null, or a number above that of the ranks = over all of them.",
         min=1,
     )
-    ulysses_sequence_parallel_size: int = knob(
+    ulysses_sequence_parallel_size: int = option(
         1,
         "Neighbouring ranks that share each sequence, of actor, reference policy and critic: a row takes that much "
         "less of a rank's memory (docs/scaling.md). At most the model's attention heads; needs "
         "`model.use_remove_padding`.",
         min=1,
     )
-    grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")
-    skip_zero_advantage: bool = knob(
+    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")
+    skip_zero_advantage: bool = option(
         True,
         "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
         read="step",
     )
-    use_sampler_log_probs: str = knob(
+    use_sampler_log_probs: str = option(
         "auto",
         "Old log-probs: auto = recomputed, unless a step is one update (ratios are 1 then); always = the sampler's; "
         "never = recomputed, then too; interpolated = as auto without a pass for them: after a step's first update "
@@ -261,13 +261,13 @@ def problems_of_ranks(model: ModelConfig, actor: ActorConfig, num_ranks: int) ->
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy; loaded only if a KL term needs it."""
 
-    log_prob_max_token_len: int | None = knob(
+    log_prob_max_token_len: int | None = option(
         None,
         "Tokens per forward pass, as for the actor; null = passes just like the actor's, so that the KL term of an "
         "unchanged policy is exactly 0, not rounding.",
         min=1,
     )
-    offload: bool = knob(
+    offload: bool = option(
         False, "Keep its weights in CPU memory between its passes; saves device memory (nothing to save on the CPU)."
     )
 
@@ -276,7 +276,7 @@ class RefConfig(Section):
 class CriticModelConfig(Section):
     """`critic.model`."""
 
-    path: str | None = knob(
+    path: str | None = option(
         None, "The critic's own model, with the policy's tokenizer; null = starts from the policy's weights."
     )
 
@@ -285,32 +285,32 @@ class CriticModelConfig(Section):
 class CriticOptimConfig(OptimConfig):
     """`critic.optim`: AdamW."""
 
-    lr: float = knob(1e-5, "Peak learning rate.", min=0)
+    lr: float = option(1e-5, "Peak learning rate.", min=0)
 
 
 @dataclass
 class CriticConfig(Section):
     """`critic`: what estimates the values of states, for algorithm.adv_estimator=gae."""
 
-    model: CriticModelConfig = knob(CriticModelConfig, "Its weights.")
-    share_trunk: bool = knob(
+    model: CriticModelConfig = option(CriticModelConfig, "Its weights.")
+    share_trunk: bool = option(
         False,
         "Read the policy's last hidden states with a small head instead of a model of its own: no second model in "
         "memory. The head learns, the policy does not feel it (no gradient flows back).",
     )
-    optim: CriticOptimConfig = knob(CriticOptimConfig, "The optimizer.")
-    ppo_epochs: int | None = knob(None, "Passes over a rollout batch; null = the actor's.", min=1)
-    ppo_mini_batch_size: int | None = knob(None, "Prompts per optimizer step; null = the actor's.", min=1)
-    ppo_micro_batch_size: int | None = knob(
+    optim: CriticOptimConfig = option(CriticOptimConfig, "The optimizer.")
+    ppo_epochs: int | None = option(None, "Passes over a rollout batch; null = the actor's.", min=1)
+    ppo_mini_batch_size: int | None = option(None, "Prompts per optimizer step; null = the actor's.", min=1)
+    ppo_micro_batch_size: int | None = option(
         None, "Sequences per forward pass; null = the actor's, unless `ppo_max_token_len` is given.", min=1
     )
-    ppo_max_token_len: int | None = knob(None, "Tokens (padding included) per pass; null = the actor's.", min=1)
-    cliprange_value: float | None = knob(
+    ppo_max_token_len: int | None = option(None, "Tokens (padding included) per pass; null = the actor's.", min=1)
+    cliprange_value: float | None = option(
         0.5, "How far a value may move from the old one in a batch before its loss stops pulling; null = off.", min=0
     )
-    loss_agg_mode: str | None = knob(
+    loss_agg_mode: str | None = option(
         None,
         "How token losses become one number; null = the actor's.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
-    grad_clip: float = knob(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
+    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)

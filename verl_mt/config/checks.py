@@ -1,6 +1,6 @@
 """What a configuration cannot be: keys that mean nothing beside the others, and combinations that do not work.
 
-Whether a key means something is declared at the key (`knob(..., when=...)`); here stands what is done about it. All
+Whether a key means something is declared at the key (`option(..., when=...)`); here stands what is done about it. All
 problems of a configuration are one error.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.config.actor import problems_of_interpolation, problems_of_ranks
-from verl_mt.config.knob import shown
+from verl_mt.config.declare import shown
 from verl_mt.config.options import (
     KL_CTRL,
     RC,
@@ -28,7 +28,7 @@ from verl_mt.config.options import (
 )
 from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
 from verl_mt.config.rollout import problems_of_placement
-from verl_mt.config.schema import PER_TOKEN, Config, Leaf, given_keys, is_as_checked, leaves, value_of
+from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code
 
@@ -40,7 +40,7 @@ _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
 def check(config: Config) -> None:
-    """Verify everything that involves more than one knob.
+    """Verify everything that involves more than one option.
 
     Raises:
         ConfigError: lists every problem with its keys, what was got and what to do.
@@ -63,7 +63,7 @@ def check_once(config: Config) -> None:
         check(config)
 
 
-def refuse_idle_keys(config: Config, among: tuple[str, ...] = ("",)) -> None:
+def reject_unused_keys(config: Config, among: tuple[str, ...] = ("",)) -> None:
     """At the start of a run: what somebody gave means something in it, or is said to rest.
 
     Args:
@@ -72,7 +72,7 @@ def refuse_idle_keys(config: Config, among: tuple[str, ...] = ("",)) -> None:
     Raises:
         ConfigError: lists every such key with what it is for.
     """
-    _raise(list(_idle_keys(config, contradictions=False, among=among)))
+    _raise(list(_unused_keys(config, contradictions=False, among=among)))
 
 
 def means_nothing(config: Config) -> set[str]:
@@ -90,10 +90,10 @@ def _raise(problems: list[str]) -> None:
 
 def _contradictions(config: Config) -> Iterator[str]:
     """Keys that only another choice than the one of this configuration has a use for."""
-    return _idle_keys(config, contradictions=True)
+    return _unused_keys(config, contradictions=True)
 
 
-def _idle_keys(config: Config, *, contradictions: bool, among: tuple[str, ...] = ("",)) -> Iterator[str]:
+def _unused_keys(config: Config, *, contradictions: bool, among: tuple[str, ...] = ("",)) -> Iterator[str]:
     """A text for keys that were given, with other values than their defaults, and mean nothing here; of those with the
     same condition together.
 
@@ -101,32 +101,32 @@ def _idle_keys(config: Config, *, contradictions: bool, among: tuple[str, ...] =
         contradictions: those beside which something else was chosen, else those whose switch is off.
         among: beginnings of the keys to look at.
     """
-    of, given = partial(value_of, config), given_keys(config)
+    of, explicit = partial(value_of, config), explicit_keys(config)
     found: dict[str, list[str]] = defaultdict(list)
     for key, leaf in leaves().items():
         when = leaf.when
-        if key not in given or not key.startswith(among) or when is None or when.holds(of):
+        if key not in explicit or not key.startswith(among) or when is None or when.holds(of):
             continue
         if when.contradicts(of) != contradictions:
             continue
-        if said := [] if when.rests(given) else list(_idle_values(leaf, of(key))):
+        if said := [] if when.disables(explicit) else list(_unused_values(leaf, of(key))):
             found[when.missing(of)] += said
     for missing, said in found.items():
         means, it = ("means", "it") if len(said) == 1 else ("mean", "them")
         yield f"{', '.join(said)}, which {means} something only with {missing}: set that too, or leave {it} out"
 
 
-def _idle_values(leaf: Leaf, value: Any) -> Iterator[str]:
+def _unused_values(leaf: Leaf, value: Any) -> Iterator[str]:
     """What is refused of the value of a key that means nothing: not its default, nor what may be given all the same."""
-    known = {leaf.key: (value, leaf.default, leaf.may_idle)}
+    known = {leaf.key: (value, leaf.default, leaf.allow_unused)}
     if (options := leaf.metadata.get("options")) is not None:
         fields = {item.name: item for item in dataclasses.fields(options) if item.name in value}
         known = {
-            f"{leaf.key}.{name}": (value[name], item.default, item.metadata["may_idle"])
+            f"{leaf.key}.{name}": (value[name], item.default, item.metadata["allow_unused"])
             for name, item in fields.items()
         }
-    for key, (got, default, may_idle) in known.items():
-        if got != default and may_idle is not True and got not in (may_idle or ()):
+    for key, (got, default, allow_unused) in known.items():
+        if got != default and allow_unused is not True and got not in (allow_unused or ()):
             yield f"{key} is {shown(got)}"
 
 
@@ -585,7 +585,7 @@ def _numbers(config: Config) -> Iterator[str]:
     for key, optim in optimizers.items():
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield f"{key}.betas is {optim.betas}: expected two numbers in [0, 1)"
-        both = {f"{key}.lr_warmup_steps", f"{key}.lr_warmup_steps_ratio"} <= given_keys(config)
+        both = {f"{key}.lr_warmup_steps", f"{key}.lr_warmup_steps_ratio"} <= explicit_keys(config)
         if both and optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
             yield (
                 f"{key}.lr_warmup_steps={optim.lr_warmup_steps} and {key}.lr_warmup_steps_ratio="

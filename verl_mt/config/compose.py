@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.checks import check
+from verl_mt.config.declare import check_option
 from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
-from verl_mt.config.knob import check_knob
 from verl_mt.config.normalize import (
     Problem,
     as_overrides,
@@ -39,7 +39,7 @@ from verl_mt.config.normalize import (
     split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, correction_of, leaves, sections, set_given, whole_keys
+from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, whole_keys
 from verl_mt.config.spelling_tables import spellings
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
@@ -86,7 +86,7 @@ def _to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None)
     content.pop("hydra", None)
     nested, outcome = normalize_tree({str(k): v for k, v in content.items()}, "configuration")
     raise_problems(outcome.problems)
-    return _checked(nested, _given_in_file({item.key for item in outcome.items}) if given is None else given)
+    return _checked(nested, _explicit_in_file({item.key for item in outcome.items}) if given is None else given)
 
 
 def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -105,7 +105,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     return _to_config(content, {item.key for item in outcome.items})
 
 
-def _given_in_file(keys: Collection[str]) -> Collection[str]:
+def _explicit_in_file(keys: Collection[str]) -> Collection[str]:
     """What a mapping says on purpose. One with every key is a run's own `config.yaml`: what was given on purpose was
     checked when the run began, and is not known any more."""
     return () if whole_keys(keys) >= leaves().keys() else keys
@@ -130,11 +130,11 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
             f"{', '.join(lost)}: {REDACTED} stands for a secret that is not written to a run's config.yaml; give "
             f"{'it' if len(lost) == 1 else 'each'} again, as key=value or from the environment: ${{oc.env:NAME}}"
         )
-    set_given(config, given)
+    set_explicit(config, given)
     check(config)
     config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
     config.algorithm.rollout_correction = correction_of(config)
-    set_given(config, given)  # these were filled in, and are no change of the user's
+    set_explicit(config, given)  # these were filled in, and are no change of the user's
     return config
 
 
@@ -241,7 +241,7 @@ def _compose(
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
     _say_once(notes + composition.notes)
-    return _checked(tree, {item.key for item in outcome.items}.union(_given_in_file(composition.given)))
+    return _checked(tree, {item.key for item in outcome.items}.union(_explicit_in_file(composition.explicit)))
 
 
 def _with_packages(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
@@ -257,7 +257,7 @@ def _with_packages(base: Path, name: str, choices: list[str], composition: Compo
     outcome = normalize_items(tree.items(), str(base / f"{name}.yaml"))
     composition.problems += outcome.problems
     composition.notes += outcome.notes
-    composition.given |= on_purpose(outcome)
+    composition.explicit |= on_purpose(outcome)
     return as_overrides(outcome.items)
 
 
@@ -339,7 +339,7 @@ def _value_problems(merged: Any) -> list[Problem]:
             else:
                 value = OmegaConf.select(merged, key, throw_on_missing=True)
                 value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            check_knob(key, value, leaf.metadata)
+            check_option(key, value, leaf.metadata)
         except ConfigError as error:
             problems.append(Problem(str(error)))
         except OmegaConfBaseException as error:

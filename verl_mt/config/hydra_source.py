@@ -44,7 +44,7 @@ class Composition:
     notes: list[str] = field(default_factory=list)
     plain: bool = False
     """Files are read as Hydra reads them: no names are changed, and only their own folder is searched."""
-    given: set[str] = field(default_factory=set)
+    explicit: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
 
 
@@ -138,7 +138,7 @@ class VerlMTConfigSource(FileConfigSource):
             composition.notes += outcome.notes
             is_primary = config_path.removesuffix(".yaml") == composition.primary
             if is_primary and file.parent != config_dir().resolve():
-                composition.given |= on_purpose(outcome)
+                composition.explicit |= on_purpose(outcome)
             if "defaults" not in special and is_primary:
                 special["defaults"] = [BASE, "_self_"]
         config = OmegaConf.create({**special, **nested})

@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config.knob import check_knob
+from verl_mt.config.declare import check_option
 from verl_mt.config.schema import Config, leaves, open_parent, sections
 from verl_mt.config.spelling_tables import Spelling, at_default, default_kinds, families, fits_default, same, spellings
 from verl_mt.errors import ConfigError, UnknownKeyError
@@ -479,7 +479,7 @@ def _typed(key: str, value: Any) -> Any:
     typed = OmegaConf.select(scratch, where)
     if OmegaConf.is_config(typed):
         typed = OmegaConf.to_container(typed, resolve=False)
-    check_knob(key, typed, leaf.metadata)
+    check_option(key, typed, leaf.metadata)
     return typed
 
 

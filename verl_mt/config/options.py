@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, any_of, given, knob, read_options
+from verl_mt.config.declare import Section, any_of, is_set, option, read_options
 from verl_mt.errors import ConfigError
 
 KL_CTRL = "algorithm.kl_ctrl"
@@ -27,11 +27,11 @@ _REJECTIONS = (
 class KLControlOptions(Section):
     """The mapping with its defaults, verl's."""
 
-    type: str = knob("fixed", "Constant, or held near a target.", choices=("fixed", "adaptive"))
+    type: str = option("fixed", "Constant, or held near a target.", choices=("fixed", "adaptive"))
     # verl's launch scripts give it to every run; the start says where it is idle.
-    kl_coef: float = knob(0.001, "The weight, at the start.", min=0, may_idle=True)
-    target_kl: float = knob(0.1, "adaptive: the mean penalty per token that is aimed at.", min=1e-9)
-    horizon: float = knob(10000.0, "adaptive: trajectories over which the weight moves.", min=1)
+    kl_coef: float = option(0.001, "The weight, at the start.", min=0, allow_unused=True)
+    target_kl: float = option(0.1, "adaptive: the mean penalty per token that is aimed at.", min=1e-9)
+    horizon: float = option(10000.0, "adaptive: trajectories over which the weight moves.", min=1)
 
 
 def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
@@ -52,24 +52,24 @@ def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
 class GuardThresholds(Section):
     """Means over `window` steps are compared with the best such mean before them; null switches a sign off."""
 
-    window: int = knob(3, "Steps whose mean is compared.", min=1)
-    tool_use_drop: float | None = knob(0.3, "Fall of tools/use_rate.", min=0, max=1)
-    turns_drop: float | None = knob(
+    window: int = option(3, "Steps whose mean is compared.", min=1)
+    tool_use_drop: float | None = option(0.3, "Fall of tools/use_rate.", min=0, max=1)
+    turns_drop: float | None = option(
         0.3, "Fall of turns/mean as a share of it; only if the reward has not risen.", min=0
     )
-    turns_rise: float | None = knob(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
-    entropy_rise: float | None = knob(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
-    entropy_drop: float | None = knob(
+    turns_rise: float | None = option(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
+    entropy_rise: float | None = option(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
+    entropy_drop: float | None = option(
         0.2, "rollout/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
     )
-    flat_groups: float | None = knob(
+    flat_groups: float | None = option(
         0.9, "group/zero_variance, 0.3 above its lowest, where groups are not solved.", min=0, max=1
     )
-    truncation_rise: float | None = knob(0.45, "Rise of response/clip_ratio.", min=0, max=1)
-    reward_drop: float | None = knob(
+    truncation_rise: float | None = option(0.45, "Rise of response/clip_ratio.", min=0, max=1)
+    reward_drop: float | None = option(
         0.7, "Fall of reward/mean, in standard deviations of the rewards of a step.", min=0
     )
-    sampler_kl: float | None = knob(0.02, "rollout/sampler_kl.", min=0)
+    sampler_kl: float | None = option(0.02, "rollout/sampler_kl.", min=0)
 
 
 def read_thresholds(given: Mapping[str, Any]) -> GuardThresholds:
@@ -86,27 +86,29 @@ class RolloutCorrectionOptions(Section):
     """The mapping with its defaults. With none of its switches given nothing is corrected; a step's metrics say how
     far the sampler is all the same."""
 
-    rollout_is: str | None = knob(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
-    rollout_is_threshold: float = knob(
-        2.0, "Larger weights are cut to it.", min=1e-6, when=any_of(given("rollout_is"), given("rollout_rs"))
+    rollout_is: str | None = option(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
+    rollout_is_threshold: float = option(
+        2.0, "Larger weights are cut to it.", min=1e-6, when=any_of(is_set("rollout_is"), is_set("rollout_rs"))
     )
-    rollout_is_threshold_lower: float = knob(0.0, "Smaller weights are raised to it.", min=0, when=given("rollout_is"))
-    rollout_is_batch_normalize: bool = knob(
-        False, "Divide the weights by their mean over the batch's tokens.", when=given("rollout_is")
+    rollout_is_threshold_lower: float = option(
+        0.0, "Smaller weights are raised to it.", min=0, when=is_set("rollout_is")
     )
-    rollout_rs: str | None = knob(
+    rollout_is_batch_normalize: bool = option(
+        False, "Divide the weights by their mean over the batch's tokens.", when=is_set("rollout_is")
+    )
+    rollout_rs: str | None = option(
         None, "What is left out of the loss; null = nothing.", choices=(None, *LEVELS, *_REJECTIONS)
     )
-    rollout_rs_threshold: float | str | None = knob(
-        None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.", when=given("rollout_rs")
+    rollout_rs_threshold: float | str | None = option(
+        None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.", when=is_set("rollout_rs")
     )
-    rollout_rs_threshold_lower: float | None = knob(
-        None, "Lower bound of a ratio; null = 1 / upper.", min=0, when=given("rollout_rs")
+    rollout_rs_threshold_lower: float | None = option(
+        None, "Lower bound of a ratio; null = 1 / upper.", min=0, when=is_set("rollout_rs")
     )
-    rollout_token_veto_threshold: float | None = knob(
+    rollout_token_veto_threshold: float | None = option(
         None, "A trajectory with a token whose ratio is below is left out; null = off.", min=1e-20, below=1
     )
-    off_policy_sequence_mask_delta: float | None = knob(
+    off_policy_sequence_mask_delta: float | None = option(
         None, "Trajectories this far (nats per token) from the sampler unlearn nothing; null = off.", min=0
     )
 

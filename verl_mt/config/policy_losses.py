@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl_mt.config.knob import Condition, Section, ValueOf, check_knob, knob, only
+from verl_mt.config.declare import Condition, Section, ValueOf, check_option, only, option
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code, suggest
 
@@ -27,7 +27,7 @@ class PolicyLoss:
     """Path of (log_probs, old_log_probs, advantages, mask, **arguments) -> (loss [B, T], means for the log). Of the
     arguments below (options, clip ranges, what `over_mini_batch` returned) it gets those that it takes by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of `policy_loss` that only this loss has: name -> knob. The defaults are those of the paper."""
+    """The keys of `policy_loss` that only this loss has: name -> option. The defaults are those of the paper."""
     problem: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     """What is wrong with its options together, after the name of the section; None = nothing."""
     clips: tuple[str, ...] = ()
@@ -100,18 +100,18 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(
         f"{_LOSSES}.losses.sapo_loss",
         options={
-            "tau_pos": knob(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6),
-            "tau_neg": knob(1.05, "SAPO: the same on the others.", min=1e-6),
+            "tau_pos": option(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6),
+            "tau_neg": option(1.05, "SAPO: the same on the others.", min=1e-6),
         },
         aggregation="seq-mean-token-mean",  # arXiv:2511.20347
     ),
     "fipo": PolicyLoss(
         f"{_LOSSES}.future_kl.fipo_loss",
         options={
-            "fipo_half_life": knob(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
-            "fipo_weight_low": knob(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
-            "fipo_weight_high": knob(1.2, "FIPO: largest weight of a token.", min=1),
-            "fipo_safety_ratio": knob(
+            "fipo_half_life": option(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
+            "fipo_weight_low": option(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
+            "fipo_weight_high": option(1.2, "FIPO: largest weight of a token.", min=1),
+            "fipo_safety_ratio": option(
                 4.0,
                 "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Idle from `clip_ratio_c` on, "
                 "where the dual clip leaves such a token no gradient.",
@@ -122,7 +122,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     ),
     "real": PolicyLoss(
         f"{_LOSSES}.contrast.real_loss",
-        options={"real_tau": knob(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)},
+        options={"real_tau": option(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)},
         aggregation="seq-mean-token-mean",
         over_mini_batch=f"{_WORKERS}.group_contrast",
         by_trajectory=True,
@@ -132,9 +132,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "clip_cov": PolicyLoss(
         f"{_LOSSES}.covariance.clip_cov_loss",
         options={
-            "clip_cov_ratio": knob(0.0002, "Clip-Cov: share of the tokens that are left out.", min=0, max=1),
-            "clip_cov_lb": knob(1.0, "Clip-Cov: smallest covariance of a candidate."),
-            "clip_cov_ub": knob(5.0, "Clip-Cov: largest covariance of a candidate."),
+            "clip_cov_ratio": option(0.0002, "Clip-Cov: share of the tokens that are left out.", min=0, max=1),
+            "clip_cov_lb": option(1.0, "Clip-Cov: smallest covariance of a candidate."),
+            "clip_cov_ub": option(5.0, "Clip-Cov: largest covariance of a candidate."),
         },
         problem=_clip_cov_bounds,
         clips=_BOTH_SIDES,
@@ -143,8 +143,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "kl_cov": PolicyLoss(
         f"{_LOSSES}.covariance.kl_cov_loss",
         options={
-            "kl_cov_ratio": knob(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1),
-            "ppo_kl_coef": knob(0.1, "KL-Cov: weight of their penalty.", min=0),
+            "kl_cov_ratio": option(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1),
+            "ppo_kl_coef": option(0.1, "KL-Cov: weight of their penalty.", min=0),
         },
         over_mini_batch=f"{_WORKERS}.tokens_to_hold_back",
         moves_without_advantage=True,  # its penalty |log ratio|, which is also what has the kink
@@ -158,7 +158,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 class LossChoice(Section):
     """What the mapping holds whatever the loss is; its other keys are the options of the chosen one."""
 
-    loss_mode: str = knob("vanilla", "The loss.", choices=tuple(POLICY_LOSSES), plugin=True)
+    loss_mode: str = option("vanilla", "The loss.", choices=tuple(POLICY_LOSSES), plugin=True)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
     options = {key: value for key, value in given.items() if key != "loss_mode"}
     if names_code(name):
         return ChosenLoss(name, PolicyLoss.of_user(name), options)
-    check_knob(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": tuple(POLICY_LOSSES)})
+    check_option(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": tuple(POLICY_LOSSES)})
     loss = POLICY_LOSSES[name]
     for key, value in options.items():
         readers = {mode: other.options[key] for mode, other in POLICY_LOSSES.items() if key in other.options}
@@ -204,7 +204,7 @@ def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
             raise ConfigError(
                 f"{KEY}.{key} is {value}, which only loss_mode={' or '.join(readers)} reads; it is {name}: leave it out"
             )
-        check_knob(f"{KEY}.{key}", value, readers[name].metadata)
+        check_option(f"{KEY}.{key}", value, readers[name].metadata)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{KEY}.{key}: got {value!r}, expected a number")
     options = {key: options.get(key, option.default) for key, option in loss.options.items()}

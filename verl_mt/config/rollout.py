@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.knob import Section, all_of, any_of, given, knob, only, switched_on, without
+from verl_mt.config.declare import Section, all_of, any_of, is_set, only, option, switched_on, without
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
-VALIDATES = given("data.val_files")
-GENERATES = given(f"{_ROLLOUT}.custom_generate_function_path")
-_HAS_INTERACTION = given(f"{_ROLLOUT}.interaction_config_file")
-_HAS_SCHEDULER = given(f"{_ROLLOUT}.multi_turn.scheduler")
+VALIDATES = is_set("data.val_files")
+GENERATES = is_set(f"{_ROLLOUT}.custom_generate_function_path")
+_HAS_INTERACTION = is_set(f"{_ROLLOUT}.interaction_config_file")
+_HAS_SCHEDULER = is_set(f"{_ROLLOUT}.multi_turn.scheduler")
 # verl's launch scripts say with `multi_turn.enable` alone whether its neighbours are to rest.
-_OF_TOOLS = (given(f"{_ROLLOUT}.tool_kwargs.tools_config_file", said_by=(f"{_TURNS}.enable",)), GENERATES)
+_OF_TOOLS = (is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file", disabled_by=(f"{_TURNS}.enable",)), GENERATES)
 _HAS_TOOLS = any_of(*_OF_TOOLS)
-_HAS_AGENT = given(f"{_ROLLOUT}.agent_function_path")
+_HAS_AGENT = is_set(f"{_ROLLOUT}.agent_function_path")
 # An agent runs its calls itself, but they are read from the model's text here.
 _READS_CALLS = any_of(*_OF_TOOLS, _HAS_AGENT)
 _SEVERAL_TURNS = any_of(
@@ -45,67 +45,69 @@ ENGINES = {
 class MultiTurnConfig(Section):
     """`actor_rollout_ref.rollout.multi_turn`; `multi_turn: True` is short for `multi_turn.enable: True`."""
 
-    enable: bool | None = knob(
+    enable: bool | None = option(
         None,
         "Several turns. null = on exactly when a tools or interaction file is given; False with one is refused.",
     )
-    max_assistant_turns: int | None = knob(
+    max_assistant_turns: int | None = option(
         None, "Assistant turns of one trajectory; null = no limit of its own.", min=1, when=_SEVERAL_TURNS
     )
-    max_user_turns: int | None = knob(
+    max_user_turns: int | None = option(
         None,
         "Turns of the interaction (tool rounds are not user turns); null = no limit.",
         min=1,
         when=_SEVERAL_TURNS,
     )
-    max_parallel_calls: int = knob(
+    max_parallel_calls: int = option(
         8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1, when=_HAS_TOOLS
     )
-    max_tool_calls: int | None = knob(
+    max_tool_calls: int | None = option(
         None,
         "Tool calls of one trajectory that are run. The model is told when they are used up; when it calls again in a "
         "later turn, the trajectory ends (stop reason max_tool_calls). null = no limit.",
         min=1,
         when=_HAS_TOOLS,
     )
-    max_tool_response_tokens: int = knob(
+    max_tool_response_tokens: int = option(
         512,
         "Longest tool result, or text of an interaction, in tokens; longer ones are cut and counted.",
         min=8,
         when=_SEVERAL_TURNS,
     )
-    tool_response_keep: str = knob(
+    tool_response_keep: str = option(
         "both",
         "Which part of an over-long tool result or interaction text is kept.",
         choices=("head", "tail", "both"),
         when=_SEVERAL_TURNS,
     )
-    tool_timeout_s: float = knob(
+    tool_timeout_s: float = option(
         30.0, "Deadline of one tool call in seconds, retries included.", min=0.001, when=_HAS_TOOLS
     )
-    interaction_timeout_s: float = knob(
+    interaction_timeout_s: float = option(
         60.0,
         "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.",
         min=0.001,
         when=any_of(_HAS_INTERACTION, _HAS_SCHEDULER),
     )
-    scheduler: str | None = knob(
+    scheduler: str | None = option(
         None,
         "A MultiTurnScheduler that drives every conversation instead of the tool loop: a registered name, a dotted "
         "path or file.py:Name; null = the tool loop.",
     )
-    scheduler_kwargs: dict[str, Any] = knob({}, "Arguments of its constructor, beside max_turns.", when=_HAS_SCHEDULER)
-    loss_scale: str | None = knob(
+    scheduler_kwargs: dict[str, Any] = option(
+        {}, "Arguments of its constructor, beside max_turns.", when=_HAS_SCHEDULER
+    )
+    loss_scale: str | None = option(
         None,
         "Which sampled tokens are trained: default (every assistant turn), last_round, a registered name or dotted "
         "path of a LossScale, several joined by +; `all` trains every token, prompts and observations too. null = "
         "default with several turns, else last_round.",
     )
-    train_prompt_assistants: bool = knob(
+    train_prompt_assistants: bool = option(
         False, "Also train the assistant messages of the data set's prompts (few-shot turns), which nobody sampled."
     )
-    tool_retries: int = knob(0, "How often a tool that raised or timed out is tried again.", min=0, when=_HAS_TOOLS)
-    tool_argument_types: str = knob(
+    tool_retries: int = option(0, "How often a tool that raised or timed out is tried again.", min=0, when=_HAS_TOOLS)
+    tool_argument_types: str = option(
         "refuse",
         "An argument of another simple type than the schema's (a number for text, '3' for 3): refuse = the model is "
         "told; convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`, which is what a "
@@ -113,31 +115,31 @@ class MultiTurnConfig(Section):
         choices=("refuse", "convert"),
         when=_HAS_TOOLS,
     )
-    tool_concurrency: int = knob(256, "Calls of one tool that run at once.", min=1, when=_HAS_TOOLS)
-    tool_parser: str = knob(
+    tool_concurrency: int = option(256, "Calls of one tool that run at once.", min=1, when=_HAS_TOOLS)
+    tool_parser: str = option(
         "hermes",
         "How tool calls are read from the model's text; a registered name or a dotted path.",
         when=_READS_CALLS,
     )
-    run_calls_in_unclosed_reasoning: bool | None = knob(
+    run_calls_in_unclosed_reasoning: bool | None = option(
         None,
         "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
         "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
         when=_READS_CALLS,
     )
-    tokenization_sanity_check_mode: Any = knob(
+    tokenization_sanity_check_mode: Any = option(
         "strict",
         "Compares the recorded tokens with the full rendered conversation: strict, ignore_strippable, off.",
         choices=("strict", "ignore_strippable", "off"),
         also={False: "off", "disable": "off"},
     )
-    max_mismatch_rate: float | None = knob(
+    max_mismatch_rate: float | None = option(
         None,
         "Stop the run when more than this share of a step's trajectories mismatch; null = only warn.",
         min=0,
         max=1,
     )
-    use_inference_chat_template: bool = knob(
+    use_inference_chat_template: bool = option(
         False,
         "Show the model what production would show it (old reasoning dropped), in a new record per rewrite.",
     )
@@ -147,26 +149,26 @@ class MultiTurnConfig(Section):
 class ToolKwargs(Section):
     """`actor_rollout_ref.rollout.tool_kwargs`."""
 
-    tools_config_file: str | None = knob(None, "YAML file that declares the tools; null = no tools.")
+    tools_config_file: str | None = option(None, "YAML file that declares the tools; null = no tools.")
 
 
 @dataclass
 class ValSampling(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: how validation samples."""
 
-    n: int = knob(1, "Samples per validation prompt.", min=1)
-    temperature: float = knob(1.0, "Sampling temperature of validation.", min=0)
-    top_p: float = knob(1.0, "Nucleus of validation.", min=0, max=1)
-    top_k: int = knob(-1, "-1 or 0 = off.", also={0: -1})
-    min_p: float = knob(0.0, "0 = off.", min=0, below=1)
-    greedy_too: bool = knob(True, "Also validate greedily (`val/accuracy_greedy`).")
+    n: int = option(1, "Samples per validation prompt.", min=1)
+    temperature: float = option(1.0, "Sampling temperature of validation.", min=0)
+    top_p: float = option(1.0, "Nucleus of validation.", min=0, max=1)
+    top_k: int = option(-1, "-1 or 0 = off.", also={0: -1})
+    min_p: float = option(0.0, "0 = off.", min=0, below=1)
+    greedy_too: bool = option(True, "Also validate greedily (`val/accuracy_greedy`).")
 
 
 @dataclass
 class TraceConfig(Section):
     """`actor_rollout_ref.rollout.trace`."""
 
-    backend: str | None = knob(
+    backend: str | None = option(
         None,
         "Spans of every rollout (trajectory, turn, prefill, decode, tool, reward): otel = by OTLP over HTTP to "
         "OTEL_EXPORTER_OTLP_ENDPOINT; otel_file = spans.jsonl of the run directory; null = none.",
@@ -178,68 +180,68 @@ class TraceConfig(Section):
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`."""
 
-    name: str = knob(
+    name: str = option(
         "local",
         "Inference engine; or the dotted path or file.py:name of one of your own (docs/your_own_engine.md).",
         choices=tuple(ENGINES),
         plugin=True,
     )
-    mode: str = knob(
+    mode: str = option(
         "async",
         "async = a conversation's next turn begins as soon as it is asked for; sync = turns in lock-step batches.",
         choices=("async", "sync"),
     )
-    on_update: str = knob(
+    on_update: str = option(
         "continue",
         "What new weights do to turns that are being sampled: continue = they go on with them, token by token; "
         "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them; "
         "restart = conversations that have sampled begin again, so that each is by one version.",
         choices=("continue", "finish_turn", "restart"),
-        when=given("trainer.max_staleness"),
+        when=is_set("trainer.max_staleness"),
     )
-    n: int = knob(8, "Samples per prompt (the group).", min=1)
-    temperature: float = knob(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
-    top_p: float = knob(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
-    top_k: int = knob(-1, "-1 or 0 = off; other values are refused for training.", also={0: -1})
-    min_p: float = knob(0.0, "0 = off; other values are refused for training.", min=0, below=1)
-    stop: list[str] = knob([], "Strings that end an assistant turn (kept).")
-    stop_token_ids: list[int] = knob([], "Token ids that end an assistant turn (kept), beside the template's own.")
-    response_length: int = knob(512, "Everything after the first prompt, observations included, in tokens.", min=1)
-    max_tokens_per_turn: int | None = knob(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
-    max_model_len: int | None = knob(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
-    max_seconds: float | None = knob(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
-    request_timeout_s: float = knob(600.0, "Deadline of one engine request in seconds.", min=0.001)
-    max_concurrent: int | None = knob(
+    n: int = option(8, "Samples per prompt (the group).", min=1)
+    temperature: float = option(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
+    top_p: float = option(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
+    top_k: int = option(-1, "-1 or 0 = off; other values are refused for training.", also={0: -1})
+    min_p: float = option(0.0, "0 = off; other values are refused for training.", min=0, below=1)
+    stop: list[str] = option([], "Strings that end an assistant turn (kept).")
+    stop_token_ids: list[int] = option([], "Token ids that end an assistant turn (kept), beside the template's own.")
+    response_length: int = option(512, "Everything after the first prompt, observations included, in tokens.", min=1)
+    max_tokens_per_turn: int | None = option(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
+    max_model_len: int | None = option(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
+    max_seconds: float | None = option(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
+    request_timeout_s: float = option(600.0, "Deadline of one engine request in seconds.", min=0.001)
+    max_concurrent: int | None = option(
         None,
         "Trajectories that live at once; null = all, with the local engine as many of a step as `max_num_seqs`.",
         min=1,
     )
-    num_workers: int | None = knob(
+    num_workers: int | None = option(
         None,
         "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "
         "0 = that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
         min=0,
     )
-    max_retries: int = knob(2, "How often a trajectory is started again after the engine went away.", min=0)
-    max_num_seqs: int = knob(256, "Sequences that the engine decodes at once.", min=1)
-    tensor_model_parallel_size: int = knob(
+    max_retries: int = option(2, "How often a trajectory is started again after the engine went away.", min=0)
+    max_num_seqs: int = option(256, "Sequences that the engine decodes at once.", min=1)
+    tensor_model_parallel_size: int = option(
         1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
     )
-    gpu_memory_utilization: float = knob(
+    gpu_memory_utilization: float = option(
         0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
     )
-    free_cache_engine: bool = knob(True, "Release the KV cache while training.", when=_SGLANG)
-    dtype: str | None = knob(
+    free_cache_engine: bool = option(True, "Release the KV cache while training.", when=_SGLANG)
+    dtype: str | None = option(
         None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
     )
-    engine_kwargs: dict[str, Any] = knob({}, "Passed to the engine as they are.", when=_STARTED_HERE)
-    engine_timeout_s: float = knob(
+    engine_kwargs: dict[str, Any] = option({}, "Passed to the engine as they are.", when=_STARTED_HERE)
+    engine_timeout_s: float = option(
         600.0,
         "Deadline in seconds of an engine's start, and of each call that is not a request (weights, pause).",
         min=0.001,
         when=_SGLANG,
     )
-    placement: str | None = knob(
+    placement: str | None = option(
         None,
         "Where engines live: colocated = beside the ranks of training, on their devices; separate = on `nnodes` x "
         "`n_workers_per_node` devices of their own, placed by Ray; servers = those that are named; null = servers "
@@ -248,21 +250,23 @@ class RolloutConfig(Section):
         when=_SGLANG,
     )
     # verl's configurations give both to every run.
-    nnodes: int = knob(0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, may_idle=True)
-    n_workers_per_node: int = knob(
-        1, "Devices of separate engines on each machine.", min=1, when=given(f"{_ROLLOUT}.nnodes"), may_idle=True
+    nnodes: int = option(
+        0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, allow_unused=True
     )
-    servers: list[str] = knob(
+    n_workers_per_node: int = option(
+        1, "Devices of separate engines on each machine.", min=1, when=is_set(f"{_ROLLOUT}.nnodes"), allow_unused=True
+    )
+    servers: list[str] = option(
         [], "URLs of servers that are running already; none = engines of our own beside the actor.", when=_SGLANG
     )
-    launch_servers: int = knob(
+    launch_servers: int = option(
         0,
         "Another word for so many separate engines on one machine, nnodes=1 with as many devices as they need. Without "
         "Ray: HTTP servers that are started on this machine (docs/sglang.md). 0 = none.",
         min=0,
         when=_SGLANG,
     )
-    weight_transport: str = knob(
+    weight_transport: str = option(
         "auto",
         "How new weights travel: tensors = memory shared on one machine (on GPUs their own); copy = the same, always "
         "through main memory; broadcast = over the network (gloo, or NCCL between GPUs); disk = files in "
@@ -270,30 +274,30 @@ class RolloutConfig(Section):
         choices=("auto", "tensors", "copy", "broadcast", "disk"),
         when=_SGLANG,
     )
-    weight_sync_dir: str | None = knob(
+    weight_sync_dir: str | None = option(
         None,
         "Folder of the weights' files, which the servers read; null = in the run directory.",
         when=all_of(_SGLANG, only(f"{_ROLLOUT}.weight_transport", "disk", own=False)),
     )
-    update_weights_bucket_megabytes: int = knob(512, "Weights travel in pieces of this size.", min=1, when=_SGLANG)
-    multi_turn: MultiTurnConfig = knob(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
-    tool_kwargs: ToolKwargs = knob(ToolKwargs, "Where the tools are declared.")
-    agent_function_path: str | None = knob(
+    update_weights_bucket_megabytes: int = option(512, "Weights travel in pieces of this size.", min=1, when=_SGLANG)
+    multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
+    tool_kwargs: ToolKwargs = option(ToolKwargs, "Where the tools are declared.")
+    agent_function_path: str | None = option(
         None,
         "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
         "file.py:function; null = none.",
     )
-    custom_generate_function_path: str | None = knob(
+    custom_generate_function_path: str | None = option(
         None,
         "Async function `generate(args, sample, sampling_params)` that drives every conversation instead of the tool "
         "loop: a dotted path or file.py:name; null = the tool loop.",
     )
-    custom_generate_kwargs: dict[str, Any] = knob(
+    custom_generate_kwargs: dict[str, Any] = option(
         {}, "Own settings of that function: attributes of its `args`.", when=GENERATES
     )
-    interaction_config_file: str | None = knob(None, "YAML file that declares the interactions; null = none.")
-    trace: TraceConfig = knob(TraceConfig, "Spans for OpenTelemetry.")
-    val_kwargs: ValSampling = knob(ValSampling, "Sampling of validation.", when=VALIDATES)
+    interaction_config_file: str | None = option(None, "YAML file that declares the interactions; null = none.")
+    trace: TraceConfig = option(TraceConfig, "Spans for OpenTelemetry.")
+    val_kwargs: ValSampling = option(ValSampling, "Sampling of validation.", when=VALIDATES)
 
     @property
     def placed(self) -> str:

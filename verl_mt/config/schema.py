@@ -1,4 +1,4 @@
-"""The whole configuration as dataclasses: the one place where a knob has its type, default, doc and check.
+"""The whole configuration as dataclasses: the one place where an option has its type, default, doc and check.
 
 YAML files under `config/` hold differences only. `docs/configuration.md` is generated from here.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
-from verl_mt.config.knob import Condition, Section, all_of, any_of, given, knob, only, switched_on
+from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
 from verl_mt.config.options import GuardThresholds, KLControlOptions, RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
@@ -32,74 +32,76 @@ _FILTERS = switched_on("algorithm.filter_groups.enable")
 class DataConfig(Section):
     """`data`. A file entry is a path (.parquet, .jsonl, .json) or `package.module:function` that makes rows."""
 
-    train_files: Any = knob(
+    train_files: Any = option(
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
-    val_files: Any = knob(None, "Validation data, in the same forms without weights; null = no validation.")
-    train_max_samples: int = knob(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
-    val_max_samples: int = knob(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
-    eager_rows: int = knob(
+    val_files: Any = option(None, "Validation data, in the same forms without weights; null = no validation.")
+    train_max_samples: int = option(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
+    val_max_samples: int = option(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
+    eager_rows: int = option(
         100_000,
         "Up to so many rows in all training files they are loaded, rendered and checked at start; of more, rows of "
         "Parquet and JSON Lines files when they are drawn.",
         min=0,
     )
-    on_bad_row: str = knob(
+    on_bad_row: str = option(
         "raise",
         "A row that cannot be read, rendered or scored: raise = the run stops and names it; skip = it is left out, "
         "named in the log and counted (data/bad_rows).",
         choices=("raise", "skip"),
     )
-    train_batch_size: int = knob(16, "Prompts per training step.", min=1)
-    over_sample: float = knob(
+    train_batch_size: int = option(16, "Prompts per training step.", min=1)
+    over_sample: float = option(
         1.0,
         "Prompts in flight, in batches: above 1 a step trains those that finish first; the others go on for the next "
         "steps (with trainer.max_staleness) or begin again under its weights (docs/asynchronous.md).",
         min=1,
     )
-    val_batch_size: int | None = knob(None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES)
-    max_prompt_length: int = knob(512, "Longest prompt in tokens.", min=1)
-    filter_overlong_prompts: bool = knob(
+    val_batch_size: int | None = option(
+        None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES
+    )
+    max_prompt_length: int = option(512, "Longest prompt in tokens.", min=1)
+    filter_overlong_prompts: bool = option(
         True, "Drop and count rows with a longer prompt; False = `truncation` decides."
     )
-    truncation: str = knob(
+    truncation: str = option(
         "error", "An over-long prompt that was not filtered.", choices=("error", "left", "right", "middle")
     )
-    prompt_key: str = knob("prompt", "Column of the messages.")
-    label_key: str | None = knob(
+    prompt_key: str = option("prompt", "Column of the messages.")
+    label_key: str | None = option(
         None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
     )
-    columns: dict[str, str] = knob(
+    columns: dict[str, str] = option(
         {}, "Column of the files -> the name that it is read by, also by rewards, tools and schedulers."
     )
-    system: str | None = knob(
+    system: str | None = option(
         None,
         "System message, or a .txt file with it, of prompts that begin with none; null = as the rows are.",
     )
-    apply_chat_template: bool = knob(
+    apply_chat_template: bool = option(
         True,
         "A custom generate function gets its prompt rendered; False = the prompt column as it is.",
         when=GENERATES,
     )
-    shuffle: bool = knob(True, "Shuffle the training rows in each epoch.")
-    seed: int = knob(0, "Seed of the row order and of generated training rows.")
-    val_seed: int = knob(1234, "Seed of generated validation rows.", when=VALIDATES)
-    mixing: str = knob(
+    shuffle: bool = option(True, "Shuffle the training rows in each epoch.")
+    seed: int = option(0, "Seed of the row order and of generated training rows.")
+    val_seed: int = option(1234, "Seed of generated validation rows.", when=VALIDATES)
+    mixing: str = option(
         "proportional",
         "With several training entries: by size, or by their weights.",
         choices=("proportional", "weights"),
     )
-    sampler: str | None = knob(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
-    sampler_kwargs: dict[str, Any] = knob({}, "Its arguments.", when=given("data.sampler"))
+    sampler: str | None = option(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
+    sampler_kwargs: dict[str, Any] = option({}, "Its arguments.", when=is_set("data.sampler"))
 
 
 @dataclass
 class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`, of DAPO."""
 
-    enable: bool = knob(False, "Penalise responses that come near `actor_rollout_ref.rollout.response_length`.")
-    len: int = knob(128, "Tokens before the limit on which the penalty grows.", min=1, when=_OVERLONG)
-    penalty_factor: float = knob(
+    enable: bool = option(False, "Penalise responses that come near `actor_rollout_ref.rollout.response_length`.")
+    len: int = option(128, "Tokens before the limit on which the penalty grows.", min=1, when=_OVERLONG)
+    penalty_factor: float = option(
         1.0, "Largest penalty, at the limit; in the metrics as reward/overlong.", min=0, when=_OVERLONG
     )
 
@@ -109,55 +111,55 @@ class RewardConfig(Section):
     """`reward`. `custom_reward_function.path` and `.name` are aliases of `path` and `name`; the first also sets
     `solution_str=response`."""
 
-    path: str | None = knob(
+    path: str | None = option(
         None,
         "Reward function: dotted path, file.py:name, or a registered name; null = by the row's data_source.",
     )
-    name: str | None = knob(
-        None, "Function name, where `path` is a bare file; null = compute_score.", when=given("reward.path")
+    name: str | None = option(
+        None, "Function name, where `path` is a bare file; null = compute_score.", when=is_set("reward.path")
     )
-    kwargs: dict[str, Any] = knob({}, "Extra arguments of every call.")
-    solution_str: str = knob(
+    kwargs: dict[str, Any] = option({}, "Extra arguments of every call.")
+    solution_str: str = option(
         "model",
         "What solution_str of a function with verl's parameters holds: model = the model's own text; response = the "
         "whole response with tool results and user turns, as in verl.",
         choices=("model", "response"),
-        when=given("reward.path"),
+        when=is_set("reward.path"),
     )
-    tool_reward_weight: float = knob(0.0, "Weight of the tools' step rewards and calc_reward in the reward.")
-    turn_score_weight: float = knob(0.0, "Weight of the interaction's turn scores in the reward.")
-    turn_cost: float = knob(
+    tool_reward_weight: float = option(0.0, "Weight of the tools' step rewards and calc_reward in the reward.")
+    turn_score_weight: float = option(0.0, "Weight of the interaction's turn scores in the reward.")
+    turn_cost: float = option(
         0.0,
         "Subtracted from the reward for each assistant turn after the first; in the metrics as reward/turn_cost.",
         min=0,
     )
-    token_cost: float = knob(
+    token_cost: float = option(
         0.0, "Subtracted from the reward for each sampled token; in the metrics as reward/token_cost.", min=0
     )
-    placement: str = knob(
+    placement: str = option(
         "trajectory",
         "Where weighted tool rewards and turn scores enter: trajectory = with the rest on the last sampled token; turn "
         "= at the end of the turn that made the call or was scored (gae, reinforce_plus_plus).",
         choices=("trajectory", "turn"),
     )
-    overlong_buffer: OverlongBufferConfig = knob(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
-    timeout_s: float = knob(60.0, "Deadline of one reward call in seconds.", min=0.001)
+    overlong_buffer: OverlongBufferConfig = option(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
+    timeout_s: float = option(60.0, "Deadline of one reward call in seconds.", min=0.001)
 
 
 @dataclass
 class FilterGroupsConfig(Section):
     """`algorithm.filter_groups`, of DAPO."""
 
-    enable: bool = knob(
+    enable: bool = option(
         False, "Replace groups whose members all did equally well by those of further prompts (dynamic sampling)."
     )
-    metric: str = knob(
+    metric: str = option(
         "seq_final_reward",
         "What must differ within a group: seq_final_reward (the reward), or a number of the reward function's dict, "
         "such as acc or score.",
         when=_FILTERS,
     )
-    max_num_gen_batches: int = knob(
+    max_num_gen_batches: int = option(
         10,
         "Rollouts per step; then the step trains on the groups that it has. 0 or less = until the batch is full.",
         when=_FILTERS,
@@ -168,7 +170,7 @@ class FilterGroupsConfig(Section):
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
-    adv_estimator: str = knob(
+    adv_estimator: str = option(
         "grpo",
         "How rewards become advantages (docs/algorithms.md); or the dotted path or file.py:name of a function of your "
         "own (docs/your_own_algorithm.md).",
@@ -186,7 +188,7 @@ class AlgorithmConfig(Section):
             "gae",
         ),
     )
-    gamma: float = knob(
+    gamma: float = option(
         1.0,
         "Discount of one sampled token.",
         min=0,
@@ -194,7 +196,7 @@ class AlgorithmConfig(Section):
         when=only(ESTIMATOR, *PER_TOKEN, why="which looks at one reward per trajectory"),
         read="step",
     )
-    lam: float = knob(
+    lam: float = option(
         1.0,
         "How far advantages look ahead, 0 = one token, 1 = to the end.",
         min=0,
@@ -202,17 +204,17 @@ class AlgorithmConfig(Section):
         when=only(ESTIMATOR, "gae", why="which looks at one reward per trajectory"),
         read="step",
     )
-    use_kl_in_reward: bool = knob(
+    use_kl_in_reward: bool = option(
         False, "Subtract a KL penalty to the reference policy from the reward, token by token."
     )
-    kl_penalty: str = knob(
+    kl_penalty: str = option(
         "kl",
         "Its estimator (k1 = kl, k2 = mse).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
         read="step",
         when=switched_on(KL_IN_REWARD, why=f"{KL_LOSS}=True has its own kl_loss_type"),
     )
-    kl_ctrl: dict[str, Any] = knob(
+    kl_ctrl: dict[str, Any] = option(
         {},
         "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
         "(0.1) and `horizon` (10000 trajectories).",
@@ -220,26 +222,26 @@ class AlgorithmConfig(Section):
         read="step",
         when=switched_on(KL_IN_REWARD, why="no reference policy would be loaded and no penalty taken"),
     )
-    gdpo_reward_weights: dict[str, float] = knob(
+    gdpo_reward_weights: dict[str, float] = option(
         {},
         "Name -> weight of the numbers that the reward function returns; each is normalised by itself.",
         when=only(ESTIMATOR, "gdpo", own=False),
     )
-    norm_adv_by_std_in_grpo: bool = knob(
+    norm_adv_by_std_in_grpo: bool = option(
         True,
         "Divide by the group's standard deviation (False: Dr.GRPO).",
         when=only(ESTIMATOR, "grpo", "grpo_passk"),
         read="step",
     )
-    rollout_correction: dict[str, Any] = knob(
+    rollout_correction: dict[str, Any] = option(
         {},
         "Against a sampler that is not quite the trainer's policy: rollout_is (token, sequence, geometric) weights, "
         "rollout_rs and rollout_token_veto_threshold leave out, with their thresholds (docs/algorithms.md). Empty: "
         "nothing, or rollout_is=token with trainer.max_staleness and a loss per token.",
         options=RolloutCorrectionOptions,
     )
-    filter_groups: FilterGroupsConfig = knob(FilterGroupsConfig, "DAPO's dynamic sampling.")
-    filter_overlong: bool = knob(
+    filter_groups: FilterGroupsConfig = option(FilterGroupsConfig, "DAPO's dynamic sampling.")
+    filter_overlong: bool = option(
         False, "Leave trajectories that a limit cut out of the loss; their groups' statistics keep their rewards."
     )
 
@@ -248,74 +250,74 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """`trainer`."""
 
-    total_training_steps: int | None = knob(None, "Training steps; null = `total_epochs` decides.", min=0)
-    total_epochs: int = knob(30, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
-    project_name: str = knob("verl_mt", "Project, for trackers.")
-    experiment_name: str = knob("run", "Run name; the run directory is runs/<experiment_name>.")
-    default_local_dir: str | None = knob(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
-    logger: list[str] = knob(
+    total_training_steps: int | None = option(None, "Training steps; null = `total_epochs` decides.", min=0)
+    total_epochs: int = option(30, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
+    project_name: str = option("verl_mt", "Project, for trackers.")
+    experiment_name: str = option("run", "Run name; the run directory is runs/<experiment_name>.")
+    default_local_dir: str | None = option(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
+    logger: list[str] = option(
         ["console", "tensorboard"],
         "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of one of your own; "
         "`file` is metrics.jsonl, which every run has.",
     )
-    log_val_generations: int = knob(
+    log_val_generations: int = option(
         8,
         "Rollouts of a validation that trackers show to read, from the worst to the best, and as many of the training "
         "step before it; 0 = none.",
         min=0,
     )
-    critic_warmup: int = knob(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
-    test_freq: int = knob(10, "Validate every that many steps and at the end; -1 = only at the end.")
-    val_before_train: bool = knob(True, "Validate before the first step.", read="step")
-    val_only: bool = knob(False, "Validate and stop.", read="step")
-    save_freq: int = knob(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
-    max_actor_ckpt_to_keep: int | None = knob(
+    critic_warmup: int = option(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
+    test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.")
+    val_before_train: bool = option(True, "Validate before the first step.", read="step")
+    val_only: bool = option(False, "Validate and stop.", read="step")
+    save_freq: int = option(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
+    max_actor_ckpt_to_keep: int | None = option(
         2, "Newest checkpoints kept, and the best validated one; null = all.", min=1
     )
-    resume_mode: str = knob(
+    resume_mode: str = option(
         "auto",
         "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`; other_data = as "
         "resume_path where that is given, else as auto, though there are other rows now, in the same files or others "
         "(data.train_files, val_files, train_max_samples, val_max_samples).",
         choices=("auto", "disable", "resume_path", "other_data"),
     )
-    resume_from_path: str | None = knob(
+    resume_from_path: str | None = option(
         None, "The checkpoint's folder.", when=only("trainer.resume_mode", "resume_path", "other_data", own=False)
     )
-    seed: int = knob(0, "Seed of the run: sampling, shuffling, initial state.")
-    deterministic: bool = knob(
+    seed: int = option(0, "Seed of the run: sampling, shuffling, initial state.")
+    deterministic: bool = option(
         False,
         "The same config gives the same weights, bit for bit, also when killed and resumed (local, scripted).",
     )
-    num_threads: int | None = knob(
+    num_threads: int | None = option(
         None, "CPU threads of torch; null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1
     )
-    device: str = knob("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
-    placement: str = knob("inline", "Where the workers live.", choices=("inline", "ray"))
-    nnodes: int = knob(1, "Machines; more than one needs placement=ray.", min=1)
-    n_workers_per_node: int = knob(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
-    worker_timeout_s: float = knob(
+    device: str = option("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
+    placement: str = option("inline", "Where the workers live.", choices=("inline", "ray"))
+    nnodes: int = option(1, "Machines; more than one needs placement=ray.", min=1)
+    n_workers_per_node: int = option(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
+    worker_timeout_s: float = option(
         1800.0,
         "Longest that ranks wait for another one in an exchange; the run ends then and names the one that did not "
         "come (at least three times rollout.engine_timeout_s, where ranks give weights to engines). A whole call to "
         "them (an update, a checkpoint) may take ten times as long.",
         min=1,
     )
-    max_restarts: int = knob(
+    max_restarts: int = option(
         0,
         "After the loss of a rank, an engine or a machine the run begins again by itself, from its last checkpoint, at "
         "most so often; 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
         "for a machine in the place of a lost one). Supervised training (sft) ends.",
         min=0,
     )
-    max_staleness: int = knob(
+    max_staleness: int = option(
         0,
         "Updates that the weights which sampled a token may lie before those that it trains, the oldest token counts; "
         "0 = a step samples, then trains. With more the next steps are sampled meanwhile (docs/asynchronous.md).",
         min=0,
     )
-    progress: str = knob("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
-    rollout_rows: Any = knob(
+    progress: str = option("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
+    rollout_rows: Any = option(
         "auto",
         "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): jsonl; parquet = "
         "columns, compressed, written beside the training; auto (True) = parquet for files of 100,000 tokens or more "
@@ -323,17 +325,17 @@ class TrainerConfig(Section):
         choices=("auto", "jsonl", "parquet", "off"),
         also={True: "auto", False: "off"},
     )
-    debug_rollout_data: str | None = knob(
+    debug_rollout_data: str | None = option(
         None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
     )
-    debug_mode: str = knob(
+    debug_mode: str = option(
         "save",
         "What becomes of `debug_rollout_data`: save; rollout_only = saved, and nothing is trained; train_only = it is "
         "trained on instead of sampling, without an engine; `debug_rollout_data` may be a run directory then, whose "
         "rollout rows are read.",
         choices=("save", "rollout_only", "train_only"),
     )
-    collapse_guard: Any = knob(
+    collapse_guard: Any = option(
         "warn",
         "What to do when entropy, tool use, turns, truncation, zero-variance groups, reward or the KL to the sampler "
         "say that the run collapses (docs/diagnostics.md): warn; stop = end with a bundle and exit status 3; "
@@ -341,14 +343,16 @@ class TrainerConfig(Section):
         choices=("off", "warn", "stop", "rollback"),
         also={False: "off"},
     )
-    collapse_guard_thresholds: dict[str, Any] = knob(
+    collapse_guard_thresholds: dict[str, Any] = option(
         {},
         "Its thresholds where they differ from the defaults; null switches a sign off.",
         options=GuardThresholds,
-        when=given("trainer.collapse_guard"),
+        when=is_set("trainer.collapse_guard"),
     )
-    export_at_end: bool = knob(True, "Write a Hugging Face folder (hf/) when the run ends.")
-    dry_run: bool = knob(False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).")
+    export_at_end: bool = option(True, "Write a Hugging Face folder (hf/) when the run ends.")
+    dry_run: bool = option(
+        False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md)."
+    )
 
     @property
     def steps_ahead(self) -> int:
@@ -360,15 +364,15 @@ class TrainerConfig(Section):
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the YAML-declared worker group."""
 
-    model: ModelConfig = knob(ModelConfig, "The policy's weights, tokenizer and chat template.")
-    actor: ActorConfig = knob(ActorConfig, "The trained policy.")
-    rollout: RolloutConfig = knob(RolloutConfig, "Sampling of trajectories.")
+    model: ModelConfig = option(ModelConfig, "The policy's weights, tokenizer and chat template.")
+    actor: ActorConfig = option(ActorConfig, "The trained policy.")
+    rollout: RolloutConfig = option(RolloutConfig, "Sampling of trajectories.")
     # verl's launch scripts give its keys to every run.
-    ref: RefConfig = knob(
+    ref: RefConfig = option(
         RefConfig,
         "The frozen reference policy.",
         when=any_of(switched_on(KL_LOSS), switched_on(KL_IN_REWARD)),
-        may_idle=True,
+        allow_unused=True,
         read="step",
     )
 
@@ -377,13 +381,13 @@ class ActorRolloutRefConfig(Section):
 class Config(Section):
     """The root."""
 
-    data: DataConfig = knob(DataConfig, "Rows.")
-    actor_rollout_ref: ActorRolloutRefConfig = knob(ActorRolloutRefConfig, "The worker group.")
-    critic: CriticConfig = knob(CriticConfig, "Values of states, for PPO.", when=GAE, read="step")
-    reward: RewardConfig = knob(RewardConfig, "Scores.")
-    algorithm: AlgorithmConfig = knob(AlgorithmConfig, "Advantages.")
-    trainer: TrainerConfig = knob(TrainerConfig, "The loop.")
-    external_plugins: list[str] = knob([], "Python files or modules imported at start; they register plug-ins.")
+    data: DataConfig = option(DataConfig, "Rows.")
+    actor_rollout_ref: ActorRolloutRefConfig = option(ActorRolloutRefConfig, "The worker group.")
+    critic: CriticConfig = option(CriticConfig, "Values of states, for PPO.", when=GAE, read="step")
+    reward: RewardConfig = option(RewardConfig, "Scores.")
+    algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages.")
+    trainer: TrainerConfig = option(TrainerConfig, "The loop.")
+    external_plugins: list[str] = option([], "Python files or modules imported at start; they register plug-ins.")
 
 
 def correction_of(config: Config) -> dict[str, Any]:
@@ -409,7 +413,7 @@ class Leaf:
     metadata: Mapping[str, Any]
     when: Condition | None
     """Under which condition it means something; its sections' conditions are part of it."""
-    may_idle: tuple[Any, ...] | bool
+    allow_unused: tuple[Any, ...] | bool
     read: str
     """When a run reads it: start, step or validation."""
 
@@ -427,7 +431,7 @@ class SectionNode:
     cls: type
     doc: str
     when: Condition | None
-    may_idle: tuple[Any, ...] | bool
+    allow_unused: tuple[Any, ...] | bool
     read: str
 
 
@@ -439,15 +443,15 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
         inherited: Condition | None = None if above is None else above.when
         conditions = [condition for condition in (inherited, meta["when"]) if condition is not None]
         when = all_of(*conditions) if len(conditions) > 1 else next(iter(conditions), None)
-        may_idle = meta["may_idle"] or (above is not None and above.may_idle)
+        allow_unused = meta["allow_unused"] or (above is not None and above.allow_unused)
         read = above.read if above is not None and meta["read"] == "start" else meta["read"]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            section = SectionNode(key, hint, meta["doc"], when, may_idle, read)
+            section = SectionNode(key, hint, meta["doc"], when, allow_unused, read)
             yield section
             yield from _walk(hint, section)
         else:
             made = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-            yield Leaf(key, hint, made, meta["doc"], meta, when, may_idle, read)
+            yield Leaf(key, hint, made, meta["doc"], meta, when, allow_unused, read)
 
 
 @functools.cache
@@ -484,7 +488,7 @@ def value_of(config: Config, key: str) -> Any:
 
 @dataclass(frozen=True)
 class _Origin:
-    given: frozenset[str]
+    explicit: frozenset[str]
     values: dict[str, Any]
 
 
@@ -493,23 +497,23 @@ def whole_keys(keys: Collection[str]) -> frozenset[str]:
     return frozenset(parent.key if (parent := open_parent(key)) else key for key in keys)
 
 
-def set_given(config: Config, keys: Collection[str]) -> None:
+def set_explicit(config: Config, keys: Collection[str]) -> None:
     """Remember which keys somebody has set, by whatever spelling, and the values beside them; not part of the
     configuration."""
     vars(config)["_origin"] = _Origin(whole_keys(keys), _values(config))
 
 
-def given_keys(config: Config) -> frozenset[str]:
+def explicit_keys(config: Config) -> frozenset[str]:
     """Keys that a command line, or a YAML file of the user's own, has set, and those that were changed in Python since;
     in a configuration that was made in Python, those that differ from their defaults."""
     origin = vars(config).get("_origin")
     before = {key: leaf.default for key, leaf in leaves().items()} if origin is None else origin.values
     changed = {key for key, value in _values(config).items() if value != before[key]}
-    return frozenset(changed) if origin is None else origin.given | changed
+    return frozenset(changed) if origin is None else origin.explicit | changed
 
 
 def is_as_checked(config: Config) -> bool:
-    """Nothing was changed since `set_given`."""
+    """Nothing was changed since `set_explicit`."""
     origin = vars(config).get("_origin")
     return origin is not None and origin.values == _values(config)
 

@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from verl_mt.config.compose import TINY, compose
-from verl_mt.config.knob import Condition
+from verl_mt.config.declare import Condition
 from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
 from verl_mt.config.spelling_tables import families
 

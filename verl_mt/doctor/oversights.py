@@ -11,7 +11,7 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
-from verl_mt.config.schema import DataConfig, given_keys
+from verl_mt.config.schema import DataConfig, explicit_keys
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataSource
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
@@ -62,7 +62,7 @@ _GRAMMAR = re.compile(
 def forgotten(subject: Subject) -> Iterator[Finding]:
     """The model and the rows are the user's own where the rest is. (What the `config.yaml` of a run gave on purpose is
     not known any more.)"""
-    config, given = subject.config, given_keys(subject.config)
+    config, given = subject.config, explicit_keys(subject.config)
     data, path = config.data, config.actor_rollout_ref.model.path
     if data.train_files == _DEFAULT_TASK and data.train_max_samples < 0:
         yield error(

@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from verl_mt import engines
-from verl_mt.config.checks import refuse_idle_keys
+from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.policy_losses import read_policy_loss
-from verl_mt.config.schema import correction_of, given_keys
+from verl_mt.config.schema import correction_of, explicit_keys
 from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
 from verl_mt.trainer.advantage_step import try_own_estimator
@@ -28,8 +28,8 @@ _ACTOR = "actor_rollout_ref.actor"
 
 def keys(subject: Subject) -> Iterator[Finding]:
     """Every key that was given means something in a run of this configuration."""
-    refuse_idle_keys(subject.config)
-    yield ok(f"{len(given_keys(subject.config))} given; what means nothing here is at rest")
+    reject_unused_keys(subject.config)
+    yield ok(f"{len(explicit_keys(subject.config))} given; what means nothing here is at rest")
 
 
 def plugins(subject: Subject) -> Iterator[Finding]:

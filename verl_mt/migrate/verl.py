@@ -112,7 +112,7 @@ def with_counterparts(
                 f"actor_rollout_ref.rollout.over_sample_rate={rate}: every prompt that was issued is trained here; "
                 "there the slowest share of a step is left out"
             )
-    words = _without_idle(words, values, dropped)
+    words = _without_unused(words, values, dropped)
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
@@ -137,7 +137,7 @@ def with_counterparts(
     return kept, said, same
 
 
-def _without_idle(words: Sequence[str], values: dict[str, Any], dropped: list[str]) -> list[str]:
+def _without_unused(words: Sequence[str], values: dict[str, Any], dropped: list[str]) -> list[str]:
     """The words without those that nothing reads, and trackers that are not offered."""
     kept = []
     estimator = values.get("algorithm.adv_estimator", "gae")

@@ -50,7 +50,7 @@ class ConcurrencyLimit:
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """Limits of tool calls; the same knobs as `actor_rollout_ref.rollout.multi_turn`."""
+    """Limits of tool calls; the same options as `actor_rollout_ref.rollout.multi_turn`."""
 
     timeout_s: float = 30.0
     """Deadline of one call, retries included, from the moment it holds a slot. Also of `calc_reward` and `release`."""

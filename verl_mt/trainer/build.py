@@ -19,7 +19,7 @@ from verl_mt import engines
 from verl_mt.chat.display import token_text
 from verl_mt.chat.loading import sees
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.checks import check_once, refuse_idle_keys
+from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
@@ -138,7 +138,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
 def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> None:
     """Refuse what can be refused; say which directory it will be if not the one that is named."""
     check_once(config)
-    refuse_idle_keys(config)
+    reject_unused_keys(config)
     if (words := other_directory(config.trainer)) is not None:
         Display(total_steps=0, live=False, enabled="console" in config.trainer.logger).note(escape(words))
     import_plugins(config.external_plugins)

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import means_nothing
-from verl_mt.config.schema import Config, DataConfig, given_keys
+from verl_mt.config.schema import Config, DataConfig, explicit_keys
 from verl_mt.data.dataset import Columns, DataSource, Reading, entries_of, load_entry, with_system_text
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.large_files import SAMPLE_ROWS, LargeRows, open_rows, rows_in_files
@@ -190,7 +190,7 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward and actor_and_ref.actor.use_kl_loss:
         yield "use_kl_in_reward and use_kl_loss: the reference policy holds twice, in the reward and in the loss"
     # Said, not refused: verl's launch scripts give all of them with every loss.
-    for key in sorted(given_keys(config) & means_nothing(config)):
+    for key in sorted(explicit_keys(config) & means_nothing(config)):
         if key.startswith("actor_rollout_ref.actor.clip_ratio"):
             name = key.removeprefix("actor_rollout_ref.")
             yield f"{name} is not read: {actor_and_ref.actor.policy_loss['loss_mode']} has no such bound"

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from verl_mt.config.checks import means_nothing
-from verl_mt.config.knob import Section
+from verl_mt.config.declare import Section
 from verl_mt.config.schema import Config, leaves
 from verl_mt.data.run_files import writing
 

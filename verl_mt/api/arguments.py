@@ -57,7 +57,7 @@ that follow the other key. The critic's are such keys unless the run has a criti
 
 
 @dataclass
-class Given:
+class CallArguments:
     """The words of a command, and the objects that they name."""
 
     words: list[str] = field(default_factory=list)

@@ -1,6 +1,6 @@
-"""One knob = type, default, doc, check, and when it means something: in one place.
+"""One option = type, default, doc, check, and when it means something: in one place.
 
-A condition is data: the same object decides whether a key that somebody gave does nothing here, and is printed in that
+A condition is data: the same object decides whether a key that was set explicitly has no effect, and is printed in that
 refusal and on the page of all keys.
 """
 
@@ -35,14 +35,14 @@ class Condition:
         """Where it does not hold: something else was chosen, and not only nothing."""
         return True
 
-    def rests(self, given: Set[str]) -> bool:
-        """Where it does not hold: whoever gave the keys `given` has said so, and what depends on it may rest."""
+    def disables(self, explicit: Set[str]) -> bool:
+        """Where it does not hold: whether setting the keys `explicit` also permits unused dependent keys."""
         return False
 
 
 @dataclass(frozen=True)
 class _Choice(Condition):
-    """A key has one of some values. Another choice contradicts what depends on this one, so that nothing may rest."""
+    """A key has one of some values. Another choice contradicts its dependent keys, so none of them may be unused."""
 
     key: str
     values: tuple[Any, ...]
@@ -62,11 +62,11 @@ class _Choice(Condition):
 
 @dataclass(frozen=True)
 class _Switch(Condition):
-    """A key has a value, or is True. Who gives it as off has said that what depends on it may rest: verl's launch
+    """A key has a value, or is True. Setting it to off also permits unused dependent keys: verl's launch
     scripts set `use_kl_loss=False kl_loss_type=low_var_kl`, and `data.val_files=null` switches validation off."""
 
     key: str
-    said_by: tuple[str, ...]
+    disabled_by: tuple[str, ...]
     why: str
     is_bool: bool
 
@@ -83,8 +83,8 @@ class _Switch(Condition):
     def contradicts(self, value_of: ValueOf) -> bool:
         return False
 
-    def rests(self, given: Set[str]) -> bool:
-        return not given.isdisjoint((self.key, *self.said_by))
+    def disables(self, explicit: Set[str]) -> bool:
+        return not explicit.isdisjoint((self.key, *self.disabled_by))
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class _Several(Condition):
     def contradicts(self, value_of: ValueOf) -> bool:
         return any(part.contradicts(value_of) for part in self.parts if not part.holds(value_of))
 
-    def rests(self, given: Set[str]) -> bool:
-        return any(part.rests(given) for part in self.parts)
+    def disables(self, explicit: Set[str]) -> bool:
+        return any(part.disables(explicit) for part in self.parts)
 
 
 def only(key: str, *values: Any, own: bool = True, why: str = "") -> Condition:
@@ -140,14 +140,14 @@ def only(key: str, *values: Any, own: bool = True, why: str = "") -> Condition:
     return _Choice(key, values, own, why)
 
 
-def given(key: str, *, said_by: tuple[str, ...] = (), why: str = "") -> Condition:
+def is_set(key: str, *, disabled_by: tuple[str, ...] = (), why: str = "") -> Condition:
     """`key` is neither null, False, 0, off nor empty.
 
     Args:
-        said_by: other keys by giving which a user has said as well that what depends on this may rest.
+        disabled_by: other keys that, set explicitly, also permit unused dependent keys.
         why: as for `only`.
     """
-    return _Switch(key, said_by, why, is_bool=False)
+    return _Switch(key, disabled_by, why, is_bool=False)
 
 
 def switched_on(key: str, *, why: str = "") -> Condition:
@@ -186,12 +186,12 @@ class Limits(TypedDict, total=False):
     """Of a mapping: the dataclass whose fields it may hold."""
 
 
-def knob(
+def option(
     default: Any,
     doc: str,
     *,
     when: Condition | None = None,
-    may_idle: tuple[Any, ...] | bool = (),
+    allow_unused: tuple[Any, ...] | bool = (),
     read: str = "start",
     **limits: Unpack[Limits],
 ) -> Any:
@@ -202,10 +202,10 @@ def knob(
         doc: one or two sentences with the unit; says what null means.
         when: under which condition the key means something (None = always); a section's holds for its keys too. A key
             that is given elsewhere, with another value than its default, is refused.
-        may_idle: values that may be given all the same where the key means nothing; True = any value.
+        allow_unused: values that are accepted although the key has no effect; True = any value.
         read: when a run reads it: at its "start", or later in a "step" or a "validation".
     """
-    metadata = {"doc": doc, "when": when, "may_idle": may_idle, "read": read, **limits}
+    metadata = {"doc": doc, "when": when, "allow_unused": allow_unused, "read": read, **limits}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type) and dataclasses.is_dataclass(default):
@@ -215,12 +215,12 @@ def knob(
 
 @dataclass
 class Section:
-    """A node of the config. Checks every knob of its own when made."""
+    """A node of the config. Checks every option of its own when made."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            check_knob(f"{type(self).__name__}.{item.name}", value, item.metadata)
+            check_option(f"{type(self).__name__}.{item.name}", value, item.metadata)
             also = item.metadata.get("also")
             if also and value in also:
                 setattr(self, item.name, also[value])
@@ -244,7 +244,7 @@ def read_options(cls: type[S], given: Mapping[str, Any], key: str) -> S:
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"{key}.{name}: unknown key{suggest(str(name), known)}. Known: {', '.join(known)}")
-        check_knob(f"{key}.{name}", value, known[name].metadata)
+        check_option(f"{key}.{name}", value, known[name].metadata)
         _check_type(f"{key}.{name}", value, hints[name])
     options = cls(**given)
     for name, value in given.items():
@@ -281,7 +281,7 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def check_knob(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     """Raises:
     ConfigError: the value is out of bounds, not finite or not among the choices.
     """
