@@ -108,7 +108,7 @@ CAPABILITIES: dict[str, tuple[str, str]] = {
     "C84": ("limits on turns and on tokens", "rollout/context.py"),
     "C85": ("rewards know the number of turns", "rollout/runner.py"),
     "C86": ("feedback that knows the right answer", "rollout/schedulers/shipped.py"),
-    "C87": ("older names stay understood", "spellings/ms_swift.txt"),
+    "C87": ("older names stay understood", "aliases/ms_swift.txt"),
     "C88": ("limits where no number of turns is given", "rollout/context.py"),
     "C89": ("a sampled end of turn is trained", "rollout/session.py"),
     "C90": ("the end of a trajectory has a hook", "rollout/schedulers/driver.py"),

@@ -187,7 +187,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
     flags, overrides = split_argv(words)
     _, outcome = normalize_overrides(overrides)
     raise_problems(outcome.problems)
-    keys = {item.key: item.spelling for item in outcome.items}
+    keys = {item.key: item.alias for item in outcome.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
     quoted = "'" + data.replace("'", "\\'") + "'"
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
@@ -208,7 +208,7 @@ def has_rollouts(config: Config, wanted: bool | None) -> bool:
 
 def _refuse_unread(keys: Mapping[str, str], read: tuple[str, ...]) -> None:
     """`keys`: name -> as the user spelled it."""
-    idle = {key: spelling for key, spelling in keys.items() if not key.startswith(read)}
+    idle = {key: alias for key, alias in keys.items() if not key.startswith(read)}
     if not idle:
         return
     without = " without rollouts (data.val_files)" if all(key.startswith(_READ_BY_ROLLOUTS) for key in idle) else ""

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from verl_mt.config.compose import compose, to_config
 from verl_mt.config.normalize import (
     _literal,
+    aliases,
     normalize_items,
     normalize_overrides,
     normalize_tree,
     raise_problems,
-    spellings,
     split_argv,
     suggest_key,
 )
@@ -131,7 +131,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
 def test_a_typing_error_in_any_key_never_passes(key, data):
     position = data.draw(st.integers(0, len(key) - 1))
     typo = key[:position] + key[position + 1 :]
-    if typo in leaves() or typo in spellings() or open_parent(typo) or not typo.replace(".", ""):
+    if typo in leaves() or typo in aliases() or open_parent(typo) or not typo.replace(".", ""):
         return
     outcome = normalize_items([(typo, 1)], "test")
     assert outcome.problems
@@ -155,7 +155,7 @@ def test_a_typing_error_in_any_key_never_passes(key, data):
     ],
 )
 @pytest.mark.cap("V2", "V3", "V7")
-def test_a_spelling_of_verls_sets_our_key_on_the_command_line_and_in_a_file(word, key, value):
+def test_an_alias_of_verls_sets_our_key_on_the_command_line_and_in_a_file(word, key, value):
     old, _, text = word.partition("=")
     in_a_file = to_config({old: {"False": False, "256": 256, "77": 77}.get(text, text)})
     for config in (compose([word], "ppo_trainer"), in_a_file):
@@ -183,7 +183,7 @@ def test_a_key_that_is_always_so_here_is_named_and_explained_once(capsys):
     assert capsys.readouterr().err.count("data.return_raw_chat=true (command line)") == 1
 
 
-def test_two_spellings_of_one_key_with_two_values_are_refused():
+def test_two_aliases_of_one_key_with_two_values_are_refused():
     with pytest.raises(ConfigError, match=r"both set actor_rollout_ref\.rollout\.response_length"):
         normalized(["data.max_response_length=5", "actor_rollout_ref.rollout.response_length=6"])
     with pytest.raises(ConfigError, match="both set"):

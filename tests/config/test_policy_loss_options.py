@@ -1,4 +1,4 @@
-"""The mapping that names the policy loss, in verl's and slime's spellings, and estimators that are not offered."""
+"""The mapping that names the policy loss, with verl's and slime's aliases, and estimators that are not offered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mapping of rollout corrections in everybody's spellings, and what it refuses."""
+"""The mapping of rollout corrections under everybody's names, and what it refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_product_and_the_geometric_mean_have_different_names(name, over, est
         ("--off_policy_sequence_mask_delta=0.02", {"off_policy_sequence_mask_delta": 0.02}),
     ],
 )
-def test_other_spellings(word, expected):
+def test_other_aliases(word, expected):
     assert config_of_command([word], None, "test").algorithm.rollout_correction == expected
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from reference_data import SHARED_DATA
 
+from verl_mt.config.alias_tables import at_default, families
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import WHOLE, normalize_items
 from verl_mt.config.schema import leaves
-from verl_mt.config.spelling_tables import at_default, families
 from verl_mt.errors import ConfigError
 
 PEERS = SHARED_DATA.parent / "peers" / "verl"

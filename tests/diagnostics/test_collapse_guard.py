@@ -239,7 +239,7 @@ def test_thresholds_that_cannot_be_are_refused_by_name(given: dict[str, Any], te
         read_thresholds(given)
 
 
-def test_the_configuration_takes_them_and_off_in_either_spelling(tmp_path):
+def test_the_configuration_takes_them_and_off_under_either_name(tmp_path):
     config = compose(["trainer.collapse_guard_thresholds={window: 5, turns_rise: null}", "trainer.collapse_guard=off"])
     assert read_thresholds(config.trainer.collapse_guard_thresholds) == GuardThresholds(window=5, turns_rise=None)
     (tmp_path / "mine.yaml").write_text("defaults: [tiny, _self_]\ntrainer: {collapse_guard: off}\n")

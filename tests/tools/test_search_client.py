@@ -135,7 +135,7 @@ def test_settings_that_cannot_be_are_refused_with_what_can(given, part, monkeypa
     assert part in str(error.value)
 
 
-def test_verls_spellings_are_understood():
+def test_verls_aliases_are_understood():
     given = {
         "retrieval_service_url": "http://h:1/r",
         "num_workers": 120,

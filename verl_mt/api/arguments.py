@@ -18,9 +18,9 @@ from typing import Any
 
 import pyarrow
 
+from verl_mt.config.alias_tables import aliases
 from verl_mt.config.normalize import Item, as_overrides
 from verl_mt.config.schema import leaves, open_parent, sections
-from verl_mt.config.spelling_tables import spellings
 from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
@@ -200,7 +200,7 @@ def full_key(name: str, *, critic: bool = False) -> str:
     if found:
         shorter = ", ".join(_python_name(key, dotted) for key in found)
         raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {shorter}")
-    if "." in dotted or dotted in spellings():
+    if "." in dotted or dotted in aliases():
         return dotted  # another library's name of one of our keys, or none at all: the composition says which
     ends = {key.rpartition(".")[2]: key for key in leaves()}
     close = [ends[match] for match in difflib.get_close_matches(dotted, ends, n=3, cutoff=0.6)]

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mt.config.alias_tables import aliases
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
@@ -40,7 +41,6 @@ from verl_mt.config.normalize import (
 )  # fmt: skip
 from verl_mt.config.redact import REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, whole_keys
-from verl_mt.config.spelling_tables import spellings
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -58,7 +58,7 @@ def compose(
     """The configuration that the command line `overrides` would give.
 
     Args:
-        overrides: Hydra overrides, in verl's spellings too: `["data.train_batch_size=8"]`.
+        overrides: Hydra overrides, in verl's aliases too: `["data.train_batch_size=8"]`.
         config_name: a YAML file's name (without .yaml), or a path to one. None = `tiny` (the default task), or
             `ppo_trainer` where the overrides bring both their own model and their own training data, so that nothing
             of the default task is inherited.
@@ -274,7 +274,7 @@ def _hydra_compose(
         return _read(base, name, lines), None
     except (HydraException, OmegaConfBaseException) as error:
         if "ppo_megatron_trainer" in str(error):
-            why = spellings()["actor_rollout_ref.actor.megatron"].why
+            why = aliases()["actor_rollout_ref.actor.megatron"].why
             return OmegaConf.create(), f"{base / name}.yaml starts from verl's ppo_megatron_trainer: {why}"
         cause = f": {error.__cause__}" if error.__cause__ else ""
         text = " ".join(f"{error}{cause}".split())
@@ -305,7 +305,7 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        hint = f". {spellings()['actor_rollout_ref.actor.megatron'].why}" if "megatron" in name else ""
+        hint = f". {aliases()['actor_rollout_ref.actor.megatron'].why}" if "megatron" in name else ""
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
 

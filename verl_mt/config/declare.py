@@ -181,7 +181,7 @@ class Limits(TypedDict, total=False):
     plugin: bool
     """Beside the choices, the dotted path or file.py:name of an object of the user's."""
     also: dict[Any, Any]
-    """Other spellings of values, with what they become: `{False: "off"}`, since YAML reads `off` as False."""
+    """Other names of values, with what they become: `{False: "off"}`, since YAML reads `off` as False."""
     options: type[Section]
     """Of a mapping: the dataclass whose fields it may hold."""
 

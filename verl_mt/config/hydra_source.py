@@ -56,7 +56,7 @@ def register() -> None:
     """Make the schema and the shipped YAML files known to Hydra, for a program with its own `@hydra.main`.
 
     Afterwards `defaults: [ppo_trainer, _self_]` resolves in a YAML file of any folder, and YAML files may use verl's
-    spellings. `python -m verl_mt.trainer` and `compose` need no call.
+    aliases. `python -m verl_mt.trainer` and `compose` need no call.
     """
     _register_plugins()
     if not _REGISTERED:

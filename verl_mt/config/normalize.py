@@ -24,9 +24,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mt.config.alias_tables import Alias, aliases, at_default, default_kinds, families, fits_default, same
 from verl_mt.config.declare import check_option
 from verl_mt.config.schema import Config, leaves, open_parent, sections
-from verl_mt.config.spelling_tables import Spelling, at_default, default_kinds, families, fits_default, same, spellings
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
@@ -49,7 +49,7 @@ class Item:
 
     key: str
     value: Any
-    spelling: str
+    alias: str
     """The key as it was written; an alias differs from `key`."""
 
 
@@ -119,7 +119,7 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     _tell_unset(outcome, where)
     # Rules between settings are rules of the other libraries: they look only at what stands in their names. They come
     # before the search for conflicts, which they settle (a switch and its bound may be one key of ours).
-    if any(item.spelling != item.key for item in outcome.items):
+    if any(item.alias != item.key for item in outcome.items):
         for family in families().values():
             family.settle(outcome, where)
     _find_conflicts(outcome, where)
@@ -203,7 +203,7 @@ def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tu
     nested: dict[str, Any] = {}
     for item in outcome.items:
         if not item.key.startswith(prefix):
-            text = f"{item.spelling} ({where}) means {item.key}, outside of the file's package {package!r}: "
+            text = f"{item.alias} ({where}) means {item.key}, outside of the file's package {package!r}: "
             outcome.problems.append(Problem(text + "start the file with '# @package _global_' and write whole keys"))
             continue
         *parents, last = item.key[len(prefix) :].split(".")
@@ -217,9 +217,9 @@ def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tu
 
 
 def suggest_key(key: str) -> str:
-    """`"; did you mean x?"`: a neighbour, else the same name elsewhere, else the closest spelling of all."""
+    """`"; did you mean x?"`: a neighbour, else the same name elsewhere, else the closest alias of all."""
     parent, _, last = key.rpartition(".")
-    names = [*leaves(), *(name for name, row in spellings().items() if row.meaning == "renamed")]
+    names = [*leaves(), *(name for name, row in aliases().items() if row.meaning == "renamed")]
     neighbours = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
     same_name = [n for n in leaves() if n.rpartition(".")[2] == last]
     by_name = {n.rpartition(".")[2]: n for n in leaves()}
@@ -337,10 +337,10 @@ def _leave_defaults(outcome: Outcome) -> None:
     for item in outcome.items:
         value = item.value
         if isinstance(value, dict) and item.key in leaves() and leaves()[item.key].is_open:
-            value = {k: v for k, v in value.items() if not at_default(f"{item.spelling}.{k}", v)}
-            outcome.unset += [f"{item.spelling}.{k}" for k in item.value if k not in value]
+            value = {k: v for k, v in value.items() if not at_default(f"{item.alias}.{k}", v)}
+            outcome.unset += [f"{item.alias}.{k}" for k in item.value if k not in value]
         elif (open_parent(item.key) or item.key in _FOLLOWS) and _untouched(item):
-            outcome.unset.append(item.spelling)
+            outcome.unset.append(item.alias)
             continue
         if value != {}:
             kept.append(replace(item, value=value))
@@ -354,7 +354,7 @@ def _tell_unset(outcome: Outcome, where: str) -> None:
         outcome.notes.append(f"{named} ({where}) {verb} nothing to set here")
 
 
-def _row_of(key: str) -> Spelling | None:
+def _row_of(key: str) -> Alias | None:
     """The row of a key that is not ours: its own, else that of the longest name above it which covers what is below."""
     parent = open_parent(key)
     if key in leaves() or (parent is not None and parent.key not in _OPENED):
@@ -363,7 +363,7 @@ def _row_of(key: str) -> Spelling | None:
     # `reward_model`, which is refused.
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
-        row = spellings().get(".".join(parts[:end]))
+        row = aliases().get(".".join(parts[:end]))
         if row is not None and (row.covers_below or end == len(parts)):
             return row
     return None
@@ -377,7 +377,7 @@ def _own_value(key: str, value: Any) -> Any:
     """
     if key not in leaves() or _takes(key, value):
         return value
-    row = spellings().get(key)
+    row = aliases().get(key)
     return value if row is None else row.value_of(value)
 
 
@@ -394,7 +394,7 @@ def _takes(key: str, value: Any) -> bool:
     return True
 
 
-def _accept_fixed(key: str, value: Any, row: Spelling, where: str, outcome: Outcome) -> None:
+def _accept_fixed(key: str, value: Any, row: Alias, where: str, outcome: Outcome) -> None:
     kinds = default_kinds(key) if row.values is None else ""
     fits = fits_default(key, value) if row.values is None else any(same(value, agreed) for agreed in row.values)
     if fits:
@@ -421,32 +421,32 @@ def _rename_interpolations(value: Any) -> Any:
         return value
 
     def pointer(found: re.Match[str]) -> str:
-        row = None if found[1] in leaves() else spellings().get(found[1])
+        row = None if found[1] in leaves() else aliases().get(found[1])
         return found[0] if row is None or row.meaning != "renamed" or row.convert else f"${{{row.to}}}"
 
     return _POINTER.sub(pointer, value)
 
 
 def _find_conflicts(outcome: Outcome, where: str) -> None:
-    """Two spellings of one key with two values: nobody can say which one counts."""
+    """Two aliases of one key with two values: nobody can say which one counts."""
     # Within one file or command line only: between them the order of merging says which one counts, and of one
-    # spelling given twice the last one does, as in Hydra.
+    # alias given twice the last one does, as in Hydra.
     whole = where != COMMAND_LINE and is_whole(outcome)
     first: dict[str, Item] = {}
     for item in list(outcome.items):
         other = first.setdefault(item.key, item)
-        if other.spelling != item.spelling and not same(other.value, item.value):
-            # A whole configuration holds both spellings; the one that is still at its default says nothing.
+        if other.alias != item.alias and not same(other.value, item.value):
+            # A whole configuration holds both aliases; the one that is still at its default says nothing.
             if whole and (untouched := [i for i in (other, item) if _untouched(i)]):
                 outcome.items.remove(untouched[0])
                 first[item.key] = item if untouched[0] is other else other
                 continue
-            text = f"{other.spelling}={_short(other.value)} and {item.spelling}={_short(item.value)} ({where})"
+            text = f"{other.alias}={_short(other.value)} and {item.alias}={_short(item.value)} ({where})"
             outcome.problems.append(Problem(f"{text} both set {item.key}: give one of them"))
 
 
 def _untouched(item: Item) -> bool:
-    return at_default(item.spelling, item.value)
+    return at_default(item.alias, item.value)
 
 
 def _check_values(outcome: Outcome, where: str) -> list[Item]:
@@ -461,7 +461,7 @@ def _check_values(outcome: Outcome, where: str) -> list[Item]:
                 if where != COMMAND_LINE and _untouched(item):
                     continue
                 text = _first_line(error).removeprefix(f"{item.key}: ")
-                outcome.problems.append(Problem(f"{item.spelling}={_short(value)} ({where}): {text}"))
+                outcome.problems.append(Problem(f"{item.alias}={_short(value)} ({where}): {text}"))
                 continue
         good.append(replace(item, value=value))
     return good

@@ -498,7 +498,7 @@ def whole_keys(keys: Collection[str]) -> frozenset[str]:
 
 
 def set_explicit(config: Config, keys: Collection[str]) -> None:
-    """Remember which keys somebody has set, by whatever spelling, and the values beside them; not part of the
+    """Remember which keys somebody has set, by whatever alias, and the values beside them; not part of the
     configuration."""
     vars(config)["_origin"] = _Origin(whole_keys(keys), _values(config))
 

@@ -1,7 +1,7 @@
 """`python -m verl_mt.migrate`: a launch command of verl, ms-swift or slime as one of ours.
 
 What it cannot carry over it lists with the reason; nothing is left out silently. The keys and reasons are those of the
-configuration itself: both read the tables of `verl_mt/spellings/`.
+configuration itself: both read the tables of `verl_mt/aliases/`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from verl_mt.config.alias_tables import families
 from verl_mt.config.compose import compose
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides, normalize_tree
 from verl_mt.config.redact import is_secret_name
 from verl_mt.config.schema import leaves
-from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.migrate.launch import ENV, Launch, Library, by_flag, parses
 from verl_mt.migrate.ms_swift import read_swift
@@ -237,7 +237,7 @@ def _migration(launch: Launch, library: Library, yaml: Path | None, rollout_mode
         else (list(launch.overrides), [], {})
     )
     _, before = normalize_overrides([w for w in overrides if parses(w)])
-    named = {item.key for item in before.items} | {item.spelling for item in before.items}
+    named = {item.key for item in before.items} | {item.alias for item in before.items}
     if yaml is not None:
         _, of_file = normalize_tree({k: v for k, v in content.items() if k not in ("defaults", "hydra")}, str(yaml))
         named |= {item.key for item in of_file.items}
@@ -256,11 +256,11 @@ def _migration(launch: Launch, library: Library, yaml: Path | None, rollout_mode
         *(_text(n) for n in outcome.notes if n not in dropped and n not in same_with),
     ]
     found.dropped = [*map(_text, launch.dropped), *(_text(n).replace(" has nothing to set: ", ": ") for n in dropped)]
-    by_spelling = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}
+    by_alias = {word.partition("=")[0].lstrip("+"): why for word, why in {**same, **added}.items()}
     values = {_key(line): line for line in found.overrides}
     for item in outcome.items:
-        if item.spelling in by_spelling and item.key in values:
-            found.added[values[item.key]] = by_spelling[item.spelling]
+        if item.alias in by_alias and item.key in values:
+            found.added[values[item.key]] = by_alias[item.alias]
     found.notes = [*map(_text, launch.notes), *_by_hand(library, outcome.items), *_from_outside(found)]
     if not found.refused:
         found.refused = _composing(found, yaml)
@@ -274,7 +274,7 @@ def _unsaid(launch: Launch, library: Library, named: set[str], yaml: Path | None
         words.append(("actor_rollout_ref.rollout.name=sglang", "the engine for real work"))
     if library == "verl" and (yaml is not None or not launch.flags):
         shown = {key: "null" if value is None else str(value) for key, value in VERL_DEFAULTS.items()}
-        # In verl's spelling it also means Ray workers.
+        # Under verl's name it also means Ray workers.
         shown["actor_rollout_ref.rollout.name"] = "sglang"  # vLLM there
         shown["trainer.n_gpus_per_node"] = shown.pop("trainer.n_workers_per_node")
         words += [(f"{key}={value}", "verl's default") for key, value in shown.items()]

@@ -1,6 +1,6 @@
 """slime's command: `python train.py`.
 
-Most flags are one row of `verl_mt/spellings/slime.txt`. Here stands what several flags mean together, and what slime
+Most flags are one row of `verl_mt/aliases/slime.txt`. Here stands what several flags mean together, and what slime
 does where its command says nothing.
 """
 
@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from verl_mt.config.alias_tables import families
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import split_argv
-from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.launch import ENV, Launch, by_flag, override, parses
 from verl_mt.migrate.shell_values import without_variables

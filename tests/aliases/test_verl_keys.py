@@ -10,13 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from reference_data import SHARED_DATA
 from tables import newest_first
 
+from verl_mt.config.alias_tables import families
 from verl_mt.config.normalize import normalize_items
-from verl_mt.config.spelling_tables import families
 
 
 def test_the_page_is_what_the_tables_give():
     assert verl_keys.PAGE.read_text(encoding="utf-8") == verl_keys.page(), (
-        "run python tests/spellings/verl_keys.py, which writes the page"
+        "run python tests/aliases/verl_keys.py, which writes the page"
     )
 
 

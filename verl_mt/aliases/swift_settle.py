@@ -48,7 +48,7 @@ class _Flags:
 
     def __init__(self, outcome: Outcome, where: str):
         self.outcome, self.where = outcome, where
-        self._by_name = {item.spelling: item for item in outcome.items}
+        self._by_name = {item.alias: item for item in outcome.items}
         self.overlong: dict[str, float] = {}
         """The weight of the penalty on length, where there is one."""
         self.only_swifts = any(name in self._by_name for name in NOT_SHARED)
@@ -63,7 +63,7 @@ class _Flags:
     def take(self, *names: str) -> dict[str, Any]:
         """Their values; they are settled by what the caller puts in their place."""
         found = {name: self._by_name.pop(name).value for name in names if name in self._by_name}
-        self.outcome.items = [item for item in self.outcome.items if item.spelling not in found]
+        self.outcome.items = [item for item in self.outcome.items if item.alias not in found]
         return found
 
     def put(self, key: str, value: Any, name: str) -> None:

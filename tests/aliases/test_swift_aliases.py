@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from verl_mt.config.alias_tables import families
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, config_of_command
 from verl_mt.config.normalize import split_argv
-from verl_mt.config.spelling_tables import families
 from verl_mt.errors import ConfigError
 
 ROWS = families()["ms-swift"].rows

@@ -20,16 +20,16 @@ from verl_mt.plugins import Registry, load_object
 FAMILIES: Registry[str] = Registry(
     "library whose names are understood",
     {
-        "verl": "verl_mt.spellings.converters:VERL",
-        "slime": "verl_mt.spellings.converters:SLIME",
-        "ms-swift": "verl_mt.spellings.converters:MS_SWIFT",
+        "verl": "verl_mt.aliases.converters:VERL",
+        "slime": "verl_mt.aliases.converters:SLIME",
+        "ms-swift": "verl_mt.aliases.converters:MS_SWIFT",
     },
 )
 """Name -> dotted path of its `Family`."""
 
 
 @dataclass(frozen=True)
-class Spelling:
+class Alias:
     """One row of a table: what a name of another library means here."""
 
     name: str
@@ -59,10 +59,10 @@ class Spelling:
 class Family:
     """What is known of another library: the rows of its table, and the code that a table cannot say."""
 
-    rows: Mapping[str, Spelling]
+    rows: Mapping[str, Alias]
     settle: Callable[[Any, str], None]
     """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
-    as_overrides: Callable[[Sequence[str], Mapping[str, Spelling]], list[str]] | None = None
+    as_overrides: Callable[[Sequence[str], Mapping[str, Alias]], list[str]] | None = None
     """Its flags on a command line as `key=value`; all other words stay."""
     defaults: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Its key -> what stands there in its own configuration: such a value asks for nothing, and is never refused."""
@@ -76,7 +76,7 @@ def families() -> dict[str, Family]:
 
 
 @functools.cache
-def spellings() -> dict[str, Spelling]:
+def aliases() -> dict[str, Alias]:
     """The rows of all tables. A name in two of them means the same in both."""
     return {name: row for family in families().values() for name, row in family.rows.items()}
 
@@ -116,8 +116,8 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
-def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Spelling]:
-    """The rows of a table of names, by name; the docstring of `verl_mt.spellings` says how they are written.
+def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Alias]:
+    """The rows of a table of names, by name; the docstring of `verl_mt.aliases` says how they are written.
 
     Args:
         converters: the functions that rows name.
@@ -126,7 +126,7 @@ def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Spelling]
         ConfigError: a row that cannot be read; names file and line.
     """
     texts: dict[str, str] = {}
-    rows: dict[str, Spelling] = {}
+    rows: dict[str, Alias] = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("@"):
             name, _, text = line.partition("=")
@@ -142,7 +142,7 @@ def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Spelling]
     return rows
 
 
-def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[Spelling]:
+def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[Alias]:
     cells = [cell.strip() for cell in line.split("|", 3)]
     names, meaning, converter, why = (*cells, "", "", "")[:4]
     names, is_switch, _ = names.partition(" (switch)")
@@ -150,7 +150,7 @@ def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]
     convert = converters[converter] if converter else None
     for name, meant in _expand(names, meaning):
         below = name.endswith(".*")
-        row = Spelling(name.removesuffix(".*"), "refused", why=why, convert=convert, switch=bool(is_switch))
+        row = Alias(name.removesuffix(".*"), "refused", why=why, convert=convert, switch=bool(is_switch))
         if meant.startswith("-> "):
             yield replace(row, meaning="renamed", to=meant[3:].strip().removesuffix(".*"), covers_below=below)
         elif meant.startswith("= "):

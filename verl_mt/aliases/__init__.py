@@ -1,6 +1,6 @@
 """Other libraries' names of our keys: a table of data for each library, and the functions that the tables name.
 
-A row is `spelling | meaning | converter | why`, all on one line; what is empty at the end may be left out.
+A row is `alias | meaning | converter | why`, all on one line; what is empty at the end may be left out.
 
     data.max_response_length    | -> actor_rollout_ref.rollout.response_length
     x.tool_response_truncate_side | -> x.tool_response_keep | truncate_side | left keeps the head, ...

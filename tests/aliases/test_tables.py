@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from tables import one_of_each
 
+from verl_mt.aliases import converters
+from verl_mt.config.alias_tables import Alias, aliases, families, read_table
 from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
-from verl_mt.config.spelling_tables import Spelling, families, read_table, spellings
 from verl_mt.errors import ConfigError
-from verl_mt.spellings import converters
 
-ROWS = [pytest.param(row, id=row.name) for row in spellings().values()]
-RENAMED = [pytest.param(row, id=row.name) for row in spellings().values() if row.meaning == "renamed"]
+ROWS = [pytest.param(row, id=row.name) for row in aliases().values()]
+RENAMED = [pytest.param(row, id=row.name) for row in aliases().values() if row.meaning == "renamed"]
 FOLDER = Path(converters.__file__).parent
 
 
-def path_of(row: Spelling) -> tuple[Any, ...]:
+def path_of(row: Alias) -> tuple[Any, ...]:
     """Rows with the same path take the same code with every value."""
     converter = row.convert.__qualname__ if row.convert else ""
     return row.meaning, converter, row.covers_below, row.switch, row.values is None, row.name == row.to, bool(row.why)
@@ -48,14 +48,14 @@ def outcome_of(key: str, value: Any) -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", one_of_each(RENAMED, path_of))
-def test_another_name_of_a_key_sets_it(row: Spelling):
+def test_another_name_of_a_key_sets_it(row: Alias):
     assert row.to in leaves() or open_parent(row.to) or (row.covers_below and row.to in sections())
     below = ".some" if row.covers_below and open_parent(row.to + ".some") else ".len" if row.covers_below else ""
     outcomes = [outcome_of(row.name + below, value) for value in VALUES]
     taken = [o for o in outcomes if not o.problems and o.items]
     assert taken, "no value is taken"
     for outcome in taken:
-        assert all(item.spelling.startswith(row.name) for item in outcome.items)
+        assert all(item.alias.startswith(row.name) for item in outcome.items)
         assert any(item.key.startswith(row.to) for item in outcome.items)
         assert not row.why or row.name == row.to or any(note.endswith(row.why) for note in outcome.notes)
 
@@ -65,7 +65,7 @@ def test_another_name_of_a_key_sets_it(row: Spelling):
     "row",
     one_of_each([p for p in RENAMED if p.values[0].convert and p.values[0].convert.__name__ in REFUSING], path_of),
 )
-def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Spelling):
+def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Alias):
     refused = []
     for value in (value for value in VALUES if not isinstance(value, dict)):  # a mapping is read key by key
         try:
@@ -80,7 +80,7 @@ def test_a_value_without_a_counterpart_is_refused_with_the_reason(row: Spelling)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", one_of_each([p for p in ROWS if p.values[0].meaning == "fixed"], path_of))
-def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row: Spelling):
+def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row: Alias):
     assert row.why
     for value in VALUES if row.values is None else row.values:
         if isinstance(value, dict):
@@ -99,7 +99,7 @@ def test_a_fixed_key_takes_what_agrees_and_refuses_the_rest_with_the_reason(row:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", one_of_each([p for p in ROWS if p.values[0].meaning == "refused"], path_of))
-def test_a_refused_key_is_refused_with_everything_below_it(row: Spelling):
+def test_a_refused_key_is_refused_with_everything_below_it(row: Alias):
     for key in (row.name, row.name + ".some.key"):
         (problem,) = outcome_of(key, 1).problems
         assert problem.text == f"{key} (test) is refused: {row.why}" and problem.unknown_key
@@ -107,7 +107,7 @@ def test_a_refused_key_is_refused_with_everything_below_it(row: Spelling):
 
 def test_a_name_of_ours_stays_ours():
     """A row of a key of ours is for its values; all other names are no keys of ours, nor the first word of one."""
-    for row in spellings().values():
+    for row in aliases().values():
         assert row.name == row.to or row.name not in leaves(), row.name
         assert row.name != row.to or row.convert or row.name == "external_plugins", row.name
     ours = {key.partition(".")[0] for key in leaves()} - {"external_plugins"}
@@ -116,7 +116,7 @@ def test_a_name_of_ours_stays_ours():
 
 
 def test_a_name_in_two_tables_means_one_thing():
-    seen: dict[str, Spelling] = {}
+    seen: dict[str, Alias] = {}
     for family in families().values():
         for name, row in family.rows.items():
             assert seen.setdefault(name, row) == row, name
@@ -138,7 +138,7 @@ def test_every_converter_is_named_by_a_row():
 def test_a_command_in_our_own_names_reads_no_table():
     text = "import sys; from verl_mt.config.compose import compose; compose(['data.seed=1', 'trainer.logger=[file]'])"
     done = subprocess.run(
-        [sys.executable, "-c", text + "; print([m for m in sys.modules if 'spellings' in m])"],
+        [sys.executable, "-c", text + "; print([m for m in sys.modules if 'aliases' in m])"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl_mt.aliases import swift_settle
+from verl_mt.aliases.swift_settle import LOSSES as SWIFT_LOSSES
+from verl_mt.config.alias_tables import Alias, Family, read_table
 from verl_mt.config.normalize import COMMAND_LINE, DROP, Item, Outcome, is_whole
-from verl_mt.config.spelling_tables import Family, Spelling, read_table
-from verl_mt.spellings import swift_settle
-from verl_mt.spellings.swift_settle import LOSSES as SWIFT_LOSSES
 
 MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 CORRECTION = "algorithm.rollout_correction."
@@ -297,42 +297,40 @@ def _compute_in_bfloat16(outcome: Outcome, where: str) -> None:
 def _hand_on_arguments(outcome: Outcome, where: str) -> None:
     """verl hands a tool what the model wrote, whatever its type: its tools make text of a number themselves."""
     key, tools = (f"actor_rollout_ref.rollout.{name}" for name in _ARGUMENTS_AND_TOOLS)
-    named = [item for item in outcome.items if item.key == tools != item.spelling and item.value is not None]
+    named = [item for item in outcome.items if item.key == tools != item.alias and item.value is not None]
     if not named or any(item.key == key for item in outcome.items):
         return
-    outcome.items.append(Item(key, "convert", named[0].spelling))
+    outcome.items.append(Item(key, "convert", named[0].alias))
     why = "an argument of another simple type reaches the tool there"
-    outcome.notes.append(f"{named[0].spelling} ({where}) -> also {key}=convert: {why}")
+    outcome.notes.append(f"{named[0].alias} ({where}) -> also {key}=convert: {why}")
 
 
 def _score_whole_responses(outcome: Outcome, where: str) -> None:
     """verl's functions, which stand in files, read tool results and user turns too."""
     key = "reward.solution_str"
-    named = [item for item in outcome.items if item.spelling.endswith("custom_reward_function.path")]
+    named = [item for item in outcome.items if item.alias.endswith("custom_reward_function.path")]
     named = [item for item in named if item.value is not None and not str(item.value).isidentifier()]
     if not named or any(item.key == key for item in outcome.items):
         return
-    outcome.items.append(Item(key, "response", named[0].spelling))
-    outcome.notes.append(f"{named[0].spelling} ({where}) -> also {key}=response: solution_str has tool results there")
+    outcome.items.append(Item(key, "response", named[0].alias))
+    outcome.notes.append(f"{named[0].alias} ({where}) -> also {key}=response: solution_str has tool results there")
 
 
-def _place_ranks_on_ray(outcome: Outcome, where: str, spelling: str) -> None:
+def _place_ranks_on_ray(outcome: Outcome, where: str, alias: str) -> None:
     """More than one GPU per node always means Ray workers to them; to us only where the command says so."""
     if any(item.key == "trainer.placement" for item in outcome.items):
         return
-    for item in [item for item in outcome.items if item.spelling == spelling]:
+    for item in [item for item in outcome.items if item.alias == alias]:
         if isinstance(item.value, int) and item.value > 1:
-            outcome.items.append(Item("trainer.placement", "ray", spelling))
-            outcome.notes.append(
-                f"{spelling}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it"
-            )
+            outcome.items.append(Item("trainer.placement", "ray", alias))
+            outcome.notes.append(f"{alias}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it")
 
 
 def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
     """slime's command renders prompts only with `--apply-chat-template`; a generate function gets the column as it
     is without it."""
     given = {item.key for item in outcome.items}
-    names = {item.spelling for item in outcome.items}
+    names = {item.alias for item in outcome.items}
     generates = "actor_rollout_ref.rollout.custom_generate_function_path" in given
     if "prompt_data" in names and generates and "data.apply_chat_template" not in given:
         outcome.items.append(Item("data.apply_chat_template", False, "prompt_data"))
@@ -345,15 +343,15 @@ def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
 def _reward_by_its_rule(outcome: Outcome, where: str) -> None:
     """`--rm-type` names a rule; all rules are one reward here."""
     given = {item.key for item in outcome.items}
-    if any(item.spelling == "rm_type" for item in outcome.items) and "reward.path" not in given:
+    if any(item.alias == "rm_type" for item in outcome.items) and "reward.path" not in given:
         outcome.items.append(Item("reward.path", "rm_hub", "rm_type"))
         outcome.notes.append(f"rm_type ({where}) -> also reward.path=rm_hub, which scores by it")
 
 
 def _name_sampler(outcome: Outcome) -> None:
     """A module and the class in it are two keys there and one here."""
-    places = [item for item in outcome.items if item.spelling == "data.sampler.class_path"]
-    names = [item for item in outcome.items if item.spelling == "data.sampler.class_name" and item.value is not None]
+    places = [item for item in outcome.items if item.alias == "data.sampler.class_path"]
+    names = [item for item in outcome.items if item.alias == "data.sampler.class_name" and item.value is not None]
     if places and names:
         place = str(places[0].value)
         joined = f"{place}{':' if place.endswith('.py') else '.'}{names[0].value}"
@@ -368,15 +366,15 @@ def _leave_critic(outcome: Outcome, where: str) -> None:
         return
     left = [item for item in outcome.items if item.key.startswith("critic.")]
     outcome.items = [item for item in outcome.items if item not in left]
-    outcome.notes += [f"{item.spelling} ({where}) has nothing to set: {estimator} has no critic" for item in left]
+    outcome.notes += [f"{item.alias} ({where}) has nothing to set: {estimator} has no critic" for item in left]
 
 
 def _truncated_sampling(items: list[Item]) -> list[Item]:
     """A bound alone switches truncated importance sampling on, as it does there; `use_tis=False` switches off what
     its bounds say."""
     named = (ACTOR + "tis_clip", ACTOR + "tis_imp_ratio_cap", "tis_clip", "tis_clip_low")
-    bounds = [item for item in items if item.spelling in named]
-    if any(item.spelling == "use_tis" and item.value is None for item in items):
+    bounds = [item for item in items if item.alias in named]
+    if any(item.alias == "use_tis" and item.value is None for item in items):
         return [item for item in items if item not in bounds]
     if bounds and not any(item.key == CORRECTION + "rollout_is" for item in items):
         return [*items, replace(bounds[0], key=CORRECTION + "rollout_is", value="token")]
@@ -385,8 +383,8 @@ def _truncated_sampling(items: list[Item]) -> list[Item]:
 
 def _off_policy_mask(items: list[Item]) -> list[Item]:
     """`use_opsm` alone means slime's own bound, and both flags set the same key: one of them gives way."""
-    switch = next((item for item in items if item.spelling == "use_opsm"), None)
-    bounds = [item for item in items if item.spelling == "opsm_delta"]
+    switch = next((item for item in items if item.alias == "use_opsm"), None)
+    bounds = [item for item in items if item.alias == "opsm_delta"]
     if switch is None or not bounds:
         return items
     return [item for item in items if (item not in bounds if switch.value is None else item is not switch)]
@@ -394,7 +392,7 @@ def _off_policy_mask(items: list[Item]) -> list[Item]:
 
 def _low_rank_adapters(items: list[Item]) -> list[Item]:
     """`--train_type lora` brings ms-swift's rank and alpha where none is given; beside `full` a rank means nothing."""
-    kinds = [item for item in items if item.spelling in ("train_type", "tuner_type")]
+    kinds = [item for item in items if item.alias in ("train_type", "tuner_type")]
     # The kind of training and a rank are two names of our one key, lora_rank: without this they would be a conflict.
     ranks = [item for item in items if item.key == MODEL + "lora_rank" and item not in kinds]
     adapters = [item for item in kinds if item.value]
@@ -409,7 +407,7 @@ def _low_rank_adapters(items: list[Item]) -> list[Item]:
 # Flags
 
 
-def slime_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
+def slime_flags(argv: Sequence[str], rows: Mapping[str, Alias]) -> list[str]:
     """slime's `--rollout-batch-size 32` as `rollout_batch_size=32`; a switch (`--use-tis`) is True. All else stays."""
     words = list(argv)
     out: list[str] = []
@@ -431,7 +429,7 @@ def slime_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
     return out
 
 
-def swift_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
+def swift_flags(argv: Sequence[str], rows: Mapping[str, Alias]) -> list[str]:
     """`--max_turns 3` as `max_turns=3`, `--external_plugins a.py b.py` as a list; a flag without a value is True.
 
     What is no flag of ms-swift's stays as it is.
@@ -452,7 +450,7 @@ def swift_flags(argv: Sequence[str], rows: Mapping[str, Spelling]) -> list[str]:
     return out
 
 
-def _rows(name: str) -> dict[str, Spelling]:
+def _rows(name: str) -> dict[str, Alias]:
     return read_table(Path(__file__).with_name(name), globals())
 
 
