@@ -1,4 +1,4 @@
-"""Giving a real SGLang engine new weights, against copying as many bytes within memory.
+"""Publishing new weights to a real SGLang engine, against copying as many bytes within memory.
 
     python benchmarks/weight_sync.py [--size medium] [--repetitions 5] [--bucket-megabytes 256 16]
 
@@ -168,7 +168,7 @@ def four_against_one(trainer: Any, repetitions: int) -> float:
 
     engine, seconds = trainer.engine, {1: [], 4: []}
 
-    async def give(number: int) -> None:
+    async def publish(number: int) -> None:
         members = [(replica.sender, replica.serving) for replica in engine._replicas[:number]]
         update = weight_update_for(engine.capabilities, trainer.workers, 1)
         begun = time.perf_counter()
@@ -179,7 +179,7 @@ def four_against_one(trainer: Any, repetitions: int) -> float:
 
     for _ in range(repetitions):
         for number in seconds:
-            trainer.stream.call(give(number))
+            trainer.stream.call(publish(number))
     one, four = statistics.median(seconds[1]), statistics.median(seconds[4])
     print(
         f"  the same ranks: four replicas {1e3 * four:.0f} ms, one of them {1e3 * one:.0f} ms; ratio {four / one:.2f}"

@@ -24,7 +24,7 @@ MANY, EACH = 12, 2**18
 
 
 def receive(pipe: Any) -> None:
-    """The engine: opens a bucket, answers at once, and copies later than the giver expects. Sends all weights."""
+    """The engine: opens a bucket, answers at once, and copies later than the publisher expects. Sends all weights."""
     got: dict[str, torch.Tensor] = {}
     while (sent := pipe.recv_bytes()) != b"":
         opened = pickle.loads(sent)

@@ -69,14 +69,14 @@ def test_conversations_are_spread_and_stay_and_all_replicas_take_an_update(setup
     weights = {name: p.detach().clone() for name, p in load_model().named_parameters()}
     weights = {name: torch.zeros_like(p) if name == "model.norm.weight" else p for name, p in weights.items()}
 
-    async def hand_over(receivers, giver, arguments):
-        give = load_object(giver, what="a giver")(*arguments, address="127.0.0.1").give
+    async def publish(receivers, publisher, arguments):
+        give = load_object(publisher, what="a publisher")(*arguments, address="127.0.0.1").publish
         return await asyncio.to_thread(give, iter(weights.items()), 1, 1024, receivers)
 
     async def go():
         await engine.start()
         before = [await engine.generate(asked(session, k)) for session in "abc" for k in range(2)]
-        await engine.apply(FromRanks(1, hand_over))
+        await engine.apply(FromRanks(1, publish))
         after = [await engine.generate(asked(session, 0)) for session in "ab"]
         await engine.close()
         return before, after
@@ -95,12 +95,12 @@ def test_conversations_are_spread_and_stay_and_all_replicas_take_an_update(setup
 def test_what_a_replica_refuses_is_the_update_s_error(setup, run_async):
     engine = build(setup)
 
-    async def hand_over(receivers, giver, arguments):
+    async def publish(receivers, publisher, arguments):
         return [None, EngineError("not that shape")]
 
     async def go():
         with pytest.raises(EngineError, match="not that shape"):
-            await engine.apply(FromRanks(1, hand_over))
+            await engine.apply(FromRanks(1, publish))
 
     run_async(go())
     assert engine.version == 0

@@ -24,7 +24,7 @@ from verl_mt.workers.rank_worker import Packed, RankWorker, cuda_index
 from verl_mt.workers.setup import Placement, WorkerSetup
 from verl_mt.workers.sharding import ALONE, Ranks
 from verl_mt.workers.shares import Share
-from verl_mt.workers.worker_group import HandedOver
+from verl_mt.workers.worker_group import Publication
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,7 +69,7 @@ def test_a_rank_takes_the_gpu_that_ray_gave_it_even_where_it_sees_all(given, vis
     assert cuda_index(given, environment) == expected
 
 
-@pytest.mark.parametrize(("where", "raises"), [("giving", False), ("gathering", True)])
+@pytest.mark.parametrize(("where", "raises"), [("publishing", False), ("gathering", True)])
 def test_what_goes_wrong_with_engines_is_told_and_what_goes_wrong_with_gathering_is_raised(where, raises):
     """Also when the last tensor has been taken: the ranks are then where they were before."""
     worker = RankWorker.__new__(RankWorker)
@@ -81,18 +81,18 @@ def test_what_goes_wrong_with_engines_is_told_and_what_goes_wrong_with_gathering
             raise RuntimeError("a connection closed")
         return bucket
 
-    class Giver:
-        def give(self, tensors, version, bucket_bytes, receivers):
+    class WeightPublisher:
+        def publish(self, tensors, version, bucket_bytes, receivers):
             assert [name for name, _ in tensors] == ["w"]
             raise EngineError("weight update: 1 of 2 weights are missing: v")
 
-    worker._gather, worker._giver = gather, lambda update: Giver()
+    worker._gather, worker._publisher = gather, lambda update: WeightPublisher()
     receivers = {0: [Receiver(print), Receiver(repr)]}
     if raises:
         with pytest.raises(RuntimeError, match="a connection closed"):
-            worker.hand_over(HandedOver(1, "", (), 8), receivers)
+            worker.publish(Publication(1, "", (), 8), receivers)
     else:
-        told = worker.hand_over(HandedOver(1, "", (), 8), receivers)
+        told = worker.publish(Publication(1, "", (), 8), receivers)
         assert [str(problem) for problem in told] == ["weight update: 1 of 2 weights are missing: v"] * 2
 
 
@@ -294,14 +294,14 @@ def test_every_rank_gathers_all_weights_and_gives_them_to_its_own_engines(receiv
     worker._buckets = lambda: [{"a": 1}, {"b": 2}]
     worker._gather = lambda bucket, converted: gathered.append((*bucket, converted)) or bucket
 
-    class Giver:
-        def give(self, tensors, version, bucket_bytes, receivers):
+    class WeightPublisher:
+        def publish(self, tensors, version, bucket_bytes, receivers):
             given_to.append((next(iter(tensors)), version, bucket_bytes, receivers))
             return ["told"]
 
-    worker._giver = lambda update: Giver()
+    worker._publisher = lambda update: WeightPublisher()
     receivers = {0: [Receiver(print)], 1: [Receiver(repr)]} if receives else {0: [Receiver(print)]}
-    told = worker.hand_over(HandedOver(5, "", (), 8), receivers)
+    told = worker.publish(Publication(5, "", (), 8), receivers)
     assert gathered == [("a", receives or None), ("b", receives or None)]
     assert told == (["told"] if receives else [])
     assert given_to == ([(("a", 1), 5, 8, receivers[1])] if receives else [])
@@ -364,20 +364,20 @@ def test_what_ray_tells_of_a_rank(monkeypatch):
     assert worker.describe() == (os.getpid(), socket.gethostname())
 
 
-def test_givers_are_kept_until_their_groups_are_left(monkeypatch):
+def test_publishers_are_kept_until_their_groups_are_left(monkeypatch):
     ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.9"))
     monkeypatch.setitem(sys.modules, "ray", ray)
     worker, _ = rank_of(ALONE)
     worker.stop_giving()  # there are none yet
     asked = []
-    worker._givers = SimpleNamespace(get=lambda *args: asked.append(args), close=lambda: asked.append("closed"))
-    worker._giver(HandedOver(1, "collections.OrderedDict", ("float32",), 8))
+    worker._publishers = SimpleNamespace(get=lambda *args: asked.append(args), close=lambda: asked.append("closed"))
+    worker._publisher(Publication(1, "collections.OrderedDict", ("float32",), 8))
     worker.stop_giving()
     (kind, *rest), closed = asked
     assert kind.__name__ == "OrderedDict" and rest == [("float32",), "10.0.0.9"] and closed == "closed"
 
 
-def test_giving_memory_back_empties_the_allocators_cache(monkeypatch):
+def test_publishing_memory_back_empties_the_allocators_cache(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     rank_of(ALONE)[0].give_back_memory()

@@ -16,7 +16,7 @@ from verl_mt.errors import ConfigError, EngineError, WorkerError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.workers.weight_sync import LiveWeights, Transport, WeightSync, weight_update_for
-from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
+from verl_mt.workers.worker_group import InlineWorkerGroup, Publication, WorkerGroup
 
 
 class RecordingEngine(ScriptedEngine):
@@ -68,14 +68,14 @@ def test_the_lightest_way_that_the_engine_takes_is_chosen(module, tmp_path):
 def test_weights_come_straight_from_ranks_only_where_there_are_ranks_and_the_engine_takes_it(module):
     elsewhere = type("Elsewhere", (WorkerGroup,), dict.fromkeys(WorkerGroup.__abstractmethods__))()
     told = []
-    elsewhere.hand_over = lambda *arguments: told.append(arguments) or [None]  # type: ignore[method-assign]
+    elsewhere.publish = lambda *arguments: told.append(arguments) or [None]  # type: ignore[method-assign]
     both, buckets = (
         RecordingEngine(*ways).capabilities for ways in (("from_ranks", "tensor_buckets"), ("tensor_buckets",))
     )
     update = weight_update_for(both, elsewhere, 3, Transport(bucket_bytes=99))
     assert isinstance(update, FromRanks) and update.version == 3 and told == []
-    assert asyncio.run(update.hand_over(["receiver"], "my.Giver", ("float32",))) == [None]
-    assert told == [(HandedOver(3, "my.Giver", ("float32",), 99), ["receiver"])]
+    assert asyncio.run(update.publish(["receiver"], "my.Publisher", ("float32",))) == [None]
+    assert told == [(Publication(3, "my.Publisher", ("float32",), 99), ["receiver"])]
     for capabilities, policy, streamed in (
         (buckets, elsewhere, True),
         (both, group(module), False),
@@ -140,12 +140,12 @@ def test_a_rank_that_is_lost_is_noticed_while_an_engine_is_waited_for(module, ha
         with pytest.raises(WorkerError, match="rank 1 of 2 died"):
             sync.release()
             sync.push(1)
-        assert cancelled.wait(5.0) and set(doings) == {"giving the engines their weights"}
+        assert cancelled.wait(5.0) and set(doings) == {"publishing weights to the engines"}
     finally:
         stream.close()
 
 
-def test_giving_memory_back_is_emptying_the_allocators_cache(module, monkeypatch):
+def test_publishing_memory_back_is_emptying_the_allocators_cache(module, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     group(module).give_back_memory()
@@ -273,4 +273,4 @@ def test_a_lost_worker_is_looked_for_while_an_engine_is_waited_for():
     waits = []
     sync.call = lambda coroutine, while_waiting: (coroutine.close(), while_waiting(), waits.append(1))
     sync.release()
-    assert asked == ["giving the engines their weights"] and waits == [1]
+    assert asked == ["publishing weights to the engines"] and waits == [1]

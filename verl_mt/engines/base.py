@@ -116,7 +116,7 @@ class EngineHost(abc.ABC):
 
 @dataclass(frozen=True)
 class Receiver:
-    """An engine for who gives it weights. It is pickled, and equal where it is the same life of the engine."""
+    """An engine as its publisher sees it. It is pickled, and equal where it is the same life of the engine."""
 
     call: Callable[..., None]
     """`call(name, body, timeout_s)`, which waits for the answer; a call of the engine's own kind."""
@@ -127,19 +127,19 @@ class Receiver:
     """The first rank that it stands beside, on its machine; None = beside none, and it gets the weights from rank 0."""
 
 
-class Giver(abc.ABC):
-    """Gives a policy's weights to engines, where the weights are. Made with an engine's own arguments, and `address=`:
-    where others reach this machine."""
+class WeightPublisher(abc.ABC):
+    """Publishes a policy's weights to engines, in the process that holds the weights. It is made with the engine's
+    arguments and `address=`, where other machines reach this one."""
 
     @abc.abstractmethod
-    def give(
+    def publish(
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         version: int,
         bucket_bytes: int,
         receivers: Sequence[Receiver],
     ) -> list[VerlMTError | None]:
-        """Give all of them to all engines; for each what went wrong, or None.
+        """Send all tensors to all engines. Returns for each engine the error, or None.
 
         Args:
             tensors: (name in the checkpoint, whole tensor), each good until the next one.
@@ -155,32 +155,56 @@ class Giver(abc.ABC):
         """Leave what was joined. Idempotent."""
 
 
-class Givers:
-    """Those of one process, kept for later updates."""
+class Giver(WeightPublisher):
+    """The earlier name of `WeightPublisher`, whose method was called `give`."""
+
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        bucket_bytes: int,
+        receivers: Sequence[Receiver],
+    ) -> list[VerlMTError | None]:
+        return self.give(tensors, version, bucket_bytes, receivers)
+
+    @abc.abstractmethod
+    def give(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        bucket_bytes: int,
+        receivers: Sequence[Receiver],
+    ) -> list[VerlMTError | None]:
+        """As `publish`."""
+
+
+class Publishers:
+    """The publishers of one process, kept for later updates."""
 
     def __init__(self) -> None:
-        self._made: dict[type[Giver], tuple[Any, Giver]] = {}
+        self._made: dict[type[WeightPublisher], tuple[Any, WeightPublisher]] = {}
 
-    def get(self, kind: type[Giver], arguments: tuple[Any, ...], address: str) -> Giver:
+    def get(self, kind: type[WeightPublisher], arguments: tuple[Any, ...], address: str) -> WeightPublisher:
         """The one that is there, if it was made with the same; otherwise a new one takes its place.
 
         Raises:
-            EngineError: the class is no `Giver`.
+            EngineError: the class is no `WeightPublisher`.
         """
-        if not (isinstance(kind, type) and issubclass(kind, Giver)):
-            raise EngineError(f"{kind!r} is to give weights to engines, but is no subclass of {Giver.__module__}.Giver")
-        made_with, giver = self._made.get(kind, (None, None))
-        if giver is None or made_with != (arguments, address):
-            if giver is not None:
-                giver.close()
-            giver = kind(*arguments, address=address)  # type: ignore[call-arg]
-            self._made[kind] = (arguments, address), giver
-        return giver
+        if not (isinstance(kind, type) and issubclass(kind, WeightPublisher)):
+            base = f"{WeightPublisher.__module__}.WeightPublisher"
+            raise EngineError(f"{kind!r} is to publish weights to engines, but is no subclass of {base}")
+        made_with, publisher = self._made.get(kind, (None, None))
+        if publisher is None or made_with != (arguments, address):
+            if publisher is not None:
+                publisher.close()
+            publisher = kind(*arguments, address=address)  # type: ignore[call-arg]
+            self._made[kind] = (arguments, address), publisher
+        return publisher
 
     def close(self) -> None:
         """All of them. Idempotent."""
-        for _, giver in self._made.values():
-            giver.close()
+        for _, publisher in self._made.values():
+            publisher.close()
 
 
 @dataclass(frozen=True)
@@ -188,13 +212,18 @@ class FromRanks:
     """Each engine gets the weights from the rank that it stands beside, on their machine; those that stand beside none
     get them from rank 0, all at once.
 
-    `hand_over(receivers, giver, arguments)` is collective over the worker group. In the process of each receiver's rank
-    a `Giver` (its class's dotted path) gives to that rank's own receivers. It returns for each of them what went wrong,
-    or None; and so does `hand_over` for all of them.
+    `publish(receivers, publisher, arguments)` is collective over the worker group. In the process of each receiver's
+    rank a `WeightPublisher` (its class's dotted path) sends to that rank's own receivers. It returns the error of each
+    receiver, or None; and so does `publish` for all of them.
     """
 
     version: int
-    hand_over: Callable[[Sequence[Receiver], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]
+    publish: Callable[[Sequence[Receiver], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]
+
+    @property
+    def hand_over(self) -> Callable[[Sequence[Receiver], str, tuple[Any, ...]], Awaitable[list[VerlMTError | None]]]:
+        """The earlier name of `publish`."""
+        return self.publish
 
 
 @dataclass(frozen=True)

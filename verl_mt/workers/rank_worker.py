@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_mt.engines.base import Giver, Givers, Receiver
+from verl_mt.engines.base import Publishers, Receiver, WeightPublisher
 from verl_mt.errors import EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
@@ -34,7 +34,7 @@ from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.shares import Share
 from verl_mt.workers.state import all_weights, count_parameters
 from verl_mt.workers.trainable import bring, put_away
-from verl_mt.workers.worker_group import HandedOver, load_workers_state
+from verl_mt.workers.worker_group import Publication, load_workers_state
 
 _BUCKET_BYTES = 2**28
 """Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
@@ -82,7 +82,7 @@ class RankWorker:
     def __init__(self, setup: WorkerSetup, ranks: Ranks):
         self._setup = setup
         self._ranks = ranks
-        self._givers = Givers()
+        self._publishers = Publishers()
 
     def address(self) -> str:
         """Where rank 0 will wait for the others."""
@@ -173,7 +173,7 @@ class RankWorker:
         return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
 
     @torch.no_grad()
-    def hand_over(self, update: HandedOver, receivers: Mapping[int, Sequence[Receiver]]) -> list[VerlMTError | None]:
+    def publish(self, update: Publication, receivers: Mapping[int, Sequence[Receiver]]) -> list[VerlMTError | None]:
         """Give the weights to the engines that get them from this rank; see `FromRanks`.
 
         Args:
@@ -198,7 +198,7 @@ class RankWorker:
         tensors, problems = gathered(), cast(list[VerlMTError | None], [])
         if own:
             try:
-                problems = self._giver(update).give(tensors, update.version, update.bucket_bytes, own)
+                problems = self._publisher(update).publish(tensors, update.version, update.bucket_bytes, own)
             except Exception as error:
                 if gathering:
                     raise  # no rank goes on from that
@@ -216,13 +216,13 @@ class RankWorker:
     def stop_giving(self) -> None:
         """Leave the groups of engines that get weights by broadcasts, and give back what holds weights on their way:
         servers, and names in /dev/shm, outlive this process."""
-        self._givers.close()
+        self._publishers.close()
 
-    def _giver(self, update: HandedOver) -> Giver:
+    def _publisher(self, update: Publication) -> WeightPublisher:
         import ray
 
-        kind = load_object(update.giver, what="what gives weights to an engine")
-        return self._givers.get(kind, update.arguments, ray.util.get_node_ip_address())
+        kind = load_object(update.publisher, what="a weight publisher")
+        return self._publishers.get(kind, update.arguments, ray.util.get_node_ip_address())
 
     def _gather(self, bucket: dict[str, Tensor], converted: bool | None) -> dict[str, Tensor]:
         """Whole tensors; None = the others' need alone, nothing is done with them here."""

@@ -44,7 +44,7 @@ from verl_mt.workers.ray_cluster import (
 from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
 from verl_mt.workers.shares import Share, assemble, deal
-from verl_mt.workers.worker_group import HandedOver, WorkerGroup
+from verl_mt.workers.worker_group import Publication, WorkerGroup
 
 _PLACEMENT_TIMEOUT_S = 120.0
 _GRACE_S = 5.0
@@ -86,7 +86,7 @@ class RayWorkerGroup(WorkerGroup):
         self._names: list[str] = []
         self._broken: str | None = None
         self._gave = False
-        """Whether ranks have groups or buffers for giving weights to engines."""
+        """Whether ranks have groups or buffers for publishing weights to engines."""
         self._replica: Any = None
         self._stale = False
         self._order = threading.RLock()
@@ -206,12 +206,12 @@ class RayWorkerGroup(WorkerGroup):
             }
             yield RayHost(f"engine {number}", None, ranks_per_engine, None, with_engine_environment(options))
 
-    def hand_over(self, update: HandedOver, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
+    def publish(self, update: Publication, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
         own: dict[int, list[Receiver]] = {}
         for receiver in receivers:
             own.setdefault(receiver.rank or 0, []).append(receiver)
         self._gave = True
-        told = self._call("hand_over", update, own, doing="giving the engines their weights")
+        told = self._call("publish", update, own, doing="publishing weights to the engines")
         problems = {rank: iter(told[rank]) for rank in own}
         return [next(problems[receiver.rank or 0]) for receiver in receivers]
 
@@ -244,7 +244,7 @@ class RayWorkerGroup(WorkerGroup):
                 raise WorkerError(self._broken)
             if time.monotonic() < self._checked_at + _CHECK_EVERY_S:
                 return
-            # Not asked again while a rank has not answered: it may be giving weights to an engine that came back.
+            # Not asked again while a rank has not answered: it may be publishing weights to an engine that came back.
             refs = self._checks or self._begin("describe")
             done, left = ray.wait(refs, num_returns=len(refs), timeout=0)
             over = not left or any(map(_failed, done))

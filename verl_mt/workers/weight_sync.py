@@ -26,7 +26,7 @@ from verl_mt.engines.base import (
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
-from verl_mt.workers.worker_group import HandedOver, InlineWorkerGroup, WorkerGroup
+from verl_mt.workers.worker_group import InlineWorkerGroup, Publication, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def weight_update_for(
         return InPlace(version)
     elsewhere = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
     if "from_ranks" in capabilities.transports and elsewhere:
-        return FromRanks(version, partial(_hand_over, cast(WorkerGroup, policy), version, transport.bucket_bytes))
+        return FromRanks(version, partial(_publish, cast(WorkerGroup, policy), version, transport.bucket_bytes))
     if "tensor_buckets" in capabilities.transports:
         return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed=elsewhere)
     if "disk" in capabilities.transports and transport.folder is not None:
@@ -90,16 +90,16 @@ def weight_update_for(
     )
 
 
-async def _hand_over(
+async def _publish(
     workers: WorkerGroup,
     version: int,
     bucket_bytes: int,
     receivers: Sequence[Receiver],
-    giver: str,
+    publisher: str,
     arguments: tuple[Any, ...],
 ) -> list[VerlMTError | None]:
     # In a thread: the engines answer on this loop meanwhile.
-    return await asyncio.to_thread(workers.hand_over, HandedOver(version, giver, arguments, bucket_bytes), receivers)
+    return await asyncio.to_thread(workers.publish, Publication(version, publisher, arguments, bucket_bytes), receivers)
 
 
 @dataclass
@@ -154,4 +154,4 @@ class WeightSync:
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
         # An engine that went away with its machine is waited for, while the rank beside it is gone for good.
-        self.call(coroutine, partial(self.workers.check, "giving the engines their weights"))
+        self.call(coroutine, partial(self.workers.check, "publishing weights to the engines"))

@@ -36,11 +36,11 @@ _NOTHING = AlgorithmNeeds()
 
 
 @dataclass(frozen=True)
-class HandedOver:
+class Publication:
     """A weight update that ranks hand to engines; see `FromRanks`."""
 
     version: int
-    giver: str
+    publisher: str
     arguments: tuple[Any, ...]
     bucket_bytes: int
 
@@ -109,8 +109,8 @@ class WorkerGroup(abc.ABC):
         """
         return ()
 
-    def hand_over(self, update: HandedOver, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
-        """Let the ranks give their weights to engines; see `FromRanks`."""
+    def publish(self, update: Publication, receivers: Sequence[Receiver]) -> list[VerlMTError | None]:
+        """Let the ranks publish their weights to engines; see `FromRanks`."""
         raise NotImplementedError(f"{type(self).__name__} has no ranks elsewhere")
 
     @abc.abstractmethod

@@ -68,17 +68,17 @@ class Ranks:
 
     def __init__(self):
         self.handed: list[list[str]] = []
-        self.givers: list[str] = []
+        self.publishers: list[str] = []
         self.problems: dict[str, Exception] = {}
 
     def update(self, version):
-        async def hand_over(receivers, giver, arguments):
+        async def publish(receivers, publisher, arguments):
             names = [receiver.call.ask.name for receiver in receivers]
             self.handed.append(names)
-            self.givers.append(giver.rpartition(".")[2])
+            self.publishers.append(publisher.rpartition(".")[2])
             return [self.problems.pop(name, None) for name in names]
 
-        return FromRanks(version, hand_over)
+        return FromRanks(version, publish)
 
 
 def engine_of(num_hosts, *, beside=True):
@@ -113,7 +113,7 @@ def test_engines_on_devices_of_their_own_get_one_broadcast_and_keep_their_memory
         # What their process sees is theirs.
         assert all(host.made_with[0][1] == {} for host in hosts)
         await engine.apply(ranks.update(1))
-        assert (ranks.handed, ranks.givers) == ([["rank 0", "rank 1"]], ["WeightBroadcaster"])
+        assert (ranks.handed, ranks.publishers) == ([["rank 0", "rank 1"]], ["WeightBroadcaster"])
         assert not engine._options.takes_turns and not engine.capabilities.frees_memory
         await engine.close()
 

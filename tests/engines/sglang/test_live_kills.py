@@ -47,10 +47,10 @@ PHASES = {
     "rollout": ("engine", "generate"),
     "release": ("engine", "release_memory"),
     "update": ("workers", "update"),
-    "sync": ("workers", "hand_over"),
+    "sync": ("workers", "publish"),
     "resume": ("engine", "resume_memory"),
 }
-"""Phase of a step -> part of the trainer and its call, at whose beginning somebody is killed. `hand_over` is called
+"""Phase of a step -> part of the trainer and its call, at whose beginning somebody is killed. `publish` is called
 when every engine has been told that an update begins."""
 
 
@@ -243,9 +243,9 @@ def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_train
     assert sum(line["actor/num_updates"] for line in lines) == 2 * (last + 2)
 
 
-UPDATING, GIVING = "updating the policy", "giving the engines their weights"
+UPDATING, PUBLISHING = "updating the policy", "publishing weights to the engines"
 # A release that takes its time is itself the place where the loss is noticed.
-DOING = {"rollout": "waiting for the rollout", "release": f"({UPDATING}|{GIVING})", "update": UPDATING}
+DOING = {"rollout": "waiting for the rollout", "release": f"({UPDATING}|{PUBLISHING})", "update": UPDATING}
 
 
 LOST = {
@@ -289,7 +289,7 @@ def lose_one(trainer: PPOTrainer, two_nodes: Nodes, run: Path, planned: tuple[in
         trainer.fit()
     # What is lost when all have their weights is noticed by what comes next; the step may be finished by then.
     late = killer.late == phase
-    doing = ".*" if late else DOING.get(phase, GIVING)
+    doing = ".*" if late else DOING.get(phase, PUBLISHING)
     assert re.match(rf"rank {lost} \(process {ranks[lost]} on .*\) of 2 died while {doing};", str(error.value))
     assert str(error.value).endswith("The same command goes on from the run's last checkpoint")
     assert killer.killed == [(number + 1, phase)] and len(metrics_of(run)) in (number + 1, number + 1 + late)
@@ -311,7 +311,7 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SGLangEngine, "resume_memory", SGLangEngine.resume_memory)  # so that it is undone
         before(SGLangEngine, "resume_memory", lose)
-        with pytest.raises(WorkerError, match=rf"rank \d .*died while {GIVING};"):
+        with pytest.raises(WorkerError, match=rf"rank \d .*died while {PUBLISHING};"):
             make()
     assert len(engines) == 1
     wait_until_gone(workers, engines)

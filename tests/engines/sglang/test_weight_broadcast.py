@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from verl_mt.engines.base import Receiver
-from verl_mt.engines.sglang.giver import WeightBroadcaster
+from verl_mt.engines.sglang.publisher import WeightBroadcaster
 from verl_mt.errors import EngineError, EngineGoneError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -92,9 +92,9 @@ def arrived(engine):
 
 
 def test_every_engine_gets_every_update_and_the_group_is_made_once(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
+    publisher = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
     for version in (1, 2):
-        assert giver.give(weights(version), version, 64, takers(engines)) == [None] * 3
+        assert publisher.publish(weights(version), version, 64, takers(engines)) == [None] * 3
         for engine in engines:
             assert arrived(engine) == {name: [float(version)] for name in SHAPES}
             # Only the last bucket of an update empties the cache and names the version.
@@ -105,17 +105,17 @@ def test_every_engine_gets_every_update_and_the_group_is_made_once(engines):
 
 
 def test_an_engine_that_is_gone_breaks_off_for_all_and_the_others_are_served_again(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
-    assert giver.give(weights(1), 1, 10**6, takers(engines)) == [None] * 3
+    publisher = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
+    assert publisher.publish(weights(1), 1, 10**6, takers(engines)) == [None] * 3
     engines[1].process.kill()
     engines[1].process.join()
-    problems = giver.give(weights(2), 2, 10**6, takers(engines))
+    problems = publisher.publish(weights(2), 2, 10**6, takers(engines))
     assert all(isinstance(problem, EngineGoneError) for problem in problems)
     left = [engines[0], engines[2]]
     # What they answered late belongs to the update that broke off; a new life would have a new pipe.
     fresh = [Engine(), Engine()]
     try:
-        assert giver.give(weights(3), 3, 10**6, takers(fresh)) == [None] * 2
+        assert publisher.publish(weights(3), 3, 10**6, takers(fresh)) == [None] * 2
         assert all(arrived(engine)["c"] == [3.0] for engine in fresh)
     finally:
         for engine in (*fresh, *left):
@@ -123,6 +123,6 @@ def test_an_engine_that_is_gone_breaks_off_for_all_and_the_others_are_served_aga
 
 
 def test_weights_that_do_not_fit_are_named(engines):
-    giver = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
+    publisher = WeightBroadcaster(SHAPES, "float32", 60.0, address="127.0.0.1")
     with pytest.raises(EngineError, match="no weight 'x'"):
-        giver.give([("x", torch.zeros(1))], 1, 10**6, takers(engines))
+        publisher.publish([("x", torch.zeros(1))], 1, 10**6, takers(engines))

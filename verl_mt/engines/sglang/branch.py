@@ -1,4 +1,4 @@
-"""The replicas of an engine as a rollout worker asks them: it starts none, and gives none its weights.
+"""The replicas of an engine as a rollout worker uses them: it starts none, and publishes weights to none.
 
 The engine of the trainer's process keeps the replicas alive; its news say where each one's present life is to be asked.
 A branch that finds one gone says so, for of servers that only branches ask the engine would not hear it.

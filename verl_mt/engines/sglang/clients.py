@@ -112,7 +112,7 @@ class Client(abc.ABC):
         """
 
     def receiver(self) -> Receiver:
-        """For who gives it weights, from any thread."""
+        """The engine as its publisher sees it, from any thread."""
         return Receiver(_OnLoop(self, asyncio.get_running_loop()), self.num_ranks, self.on_gpu)
 
     @property

@@ -43,7 +43,7 @@ from verl_mt.engines.sglang.options import (
 from verl_mt.engines.sglang.replica import Replica
 from verl_mt.engines.sglang.routing import Router
 from verl_mt.engines.sglang.turn import SGLangTurn
-from verl_mt.engines.sglang.weight_sender import GivesHere, WeightSender, send_to_all
+from verl_mt.engines.sglang.weight_sender import PublishesHere, WeightSender, send_to_all
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, VerlMTError
 from verl_mt.modeling.weights import ModelShape, model_shape
 
@@ -158,7 +158,7 @@ class SGLangEngine(InferenceEngine):
         self._settled = asyncio.Event()
         self._settled.set()
         """The weights of the last update are still those that it was given (`hold_updates`)."""
-        self._giving = GivesHere()
+        self._publishing = PublishesHere()
         self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
         self._router = Router(self._replicas)
         self._live: dict[str, _Live] = {}
@@ -356,7 +356,7 @@ class SGLangEngine(InferenceEngine):
             # Somebody else's: not to be left in our pause.
             with contextlib.suppress(EngineError):
                 await self._call_all("continue_generation", {})
-        await self._giving.close()
+        await self._publishing.close()
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         waiting = [*self._background, *([self._starting] if self._starting is not None else [])]
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -411,7 +411,7 @@ class SGLangEngine(InferenceEngine):
 
     def _replica(self, number: int, make: Callable[[], Client]) -> Replica:
         options = self._options
-        sender = WeightSender(options, lambda: not self._resumed.is_set(), self._giving)
+        sender = WeightSender(options, lambda: not self._resumed.is_set(), self._publishing)
         name = options.hosts[number].name if options.hosts else options.servers[number] if options.servers else ""
         return Replica(
             make,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl_mt.engines.base import Disk, FromRanks, Giver, Givers, Receiver, TensorBuckets, WeightUpdate
+from verl_mt.engines.base import Disk, FromRanks, Publishers, Receiver, TensorBuckets, WeightPublisher, WeightUpdate
 from verl_mt.engines.sglang.clients import Client
-from verl_mt.engines.sglang.giver import WeightBroadcaster, WeightGiver
 from verl_mt.engines.sglang.options import SGLangOptions
+from verl_mt.engines.sglang.publisher import BucketPublisher, WeightBroadcaster
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.modeling.weights import ModelShape
 
@@ -26,17 +26,17 @@ class WeightSender:
     Args:
         options: dtype, deadline, transport.
         is_paused: whether somebody wants the engine to stay paused.
-        giving: what gives weights in this process, for all replicas.
+        publishing: what publishes weights in this process, for all replicas.
     """
 
-    def __init__(self, options: SGLangOptions, is_paused: Callable[[], bool], giving: GivesHere):
+    def __init__(self, options: SGLangOptions, is_paused: Callable[[], bool], publishing: PublishesHere):
         self.current: WeightUpdate | None = None
         """What a new life gets; None = the model's files."""
         self.shape: ModelShape | None = None
         """What an update is compared with; known when the engine starts."""
         self._options = options
         self._is_paused = is_paused
-        self._giving = giving
+        self._publishing = publishing
 
     async def refresh(self, client: Client) -> WeightUpdate | None:
         """The current weights, for an engine that has just been started.
@@ -102,8 +102,10 @@ class WeightSender:
             return error
         return None
 
-    def giver(self, client: Client, receiver: Receiver, *, here: bool) -> tuple[type[Giver], tuple[Any, ...]]:
-        """(what gives weights to this engine and to all like it, its arguments).
+    def publisher_for(
+        self, client: Client, receiver: Receiver, *, here: bool
+    ) -> tuple[type[WeightPublisher], tuple[Any, ...]]:
+        """(the publisher for this engine and all like it, its arguments).
 
         Args:
             client: the engine.
@@ -115,12 +117,12 @@ class WeightSender:
         transport, beside = self._options.transport, receiver.rank is not None
         near = transport in ("tensors", "copy") or (client.local if here else beside)
         if near and transport != "broadcast":
-            return WeightGiver, (*arguments, transport == "copy")
+            return BucketPublisher, (*arguments, transport == "copy")
         return WeightBroadcaster, arguments
 
-    async def give(
+    async def publish(
         self,
-        giver: type[Giver],
+        publisher: type[WeightPublisher],
         arguments: tuple[Any, ...],
         update: TensorBuckets | FromRanks,
         receivers: Mapping[Client, Receiver],
@@ -128,9 +130,9 @@ class WeightSender:
         """To these engines, of this and of other replicas. Returns what went wrong with each, or None."""
         some = [*receivers.values()]
         if isinstance(update, FromRanks):
-            return await update.hand_over(some, f"{giver.__module__}.{giver.__qualname__}", arguments)
+            return await update.publish(some, f"{publisher.__module__}.{publisher.__qualname__}", arguments)
         far = [client.url for client in receivers if client.url and not client.local]
-        return await self._giving.give(giver, arguments, update, some, far[0] if far else "")
+        return await self._publishing.publish(publisher, arguments, update, some, far[0] if far else "")
 
     async def _go_on(self, client: Client) -> None:
         if not self._is_paused():
@@ -159,31 +161,31 @@ async def send_to_all(members: Sequence[Member], update: WeightUpdate) -> list[V
 async def _give_to_all(members: Sequence[Member], update: TensorBuckets | FromRanks) -> list[VerlMTError | None]:
     began = await asyncio.gather(*(sender.begin(client) for sender, client in members))
     problems: dict[Client, VerlMTError | None] = {}
-    alike: dict[type[Giver], tuple[WeightSender, tuple[Any, ...], dict[Client, Receiver]]] = {}
+    alike: dict[type[WeightPublisher], tuple[WeightSender, tuple[Any, ...], dict[Client, Receiver]]] = {}
     for (sender, client), found in zip(members, began):
         if isinstance(found, Receiver):
-            giver, arguments = sender.giver(client, found, here=isinstance(update, TensorBuckets))
-            alike.setdefault(giver, (sender, arguments, {}))[2][client] = found
+            publisher, arguments = sender.publisher_for(client, found, here=isinstance(update, TensorBuckets))
+            alike.setdefault(publisher, (sender, arguments, {}))[2][client] = found
         else:
             problems[client] = found
-    for giver, (sender, arguments, receivers) in alike.items():
-        told = await sender.give(giver, arguments, update, receivers)
+    for publisher, (sender, arguments, receivers) in alike.items():
+        told = await sender.publish(publisher, arguments, update, receivers)
         problems |= zip(receivers, told, strict=True)
     return await asyncio.gather(*(sender.end(client, problems[client]) for sender, client in members))
 
 
-class GivesHere:
-    """The givers of this process, kept for later updates; one update at a time, in a thread, because the engines answer
-    on the event loop meanwhile."""
+class PublishesHere:
+    """The publishers of this process, kept for later updates. One update runs at a time, in a thread, because the
+    engines answer on the event loop meanwhile."""
 
     def __init__(self) -> None:
-        self._givers = Givers()
+        self._publishers = Publishers()
         self._lock = threading.Lock()
         """An engine that comes back gets the weights while others are being sent theirs."""
 
-    async def give(
+    async def publish(
         self,
-        giver: type[Giver],
+        publisher: type[WeightPublisher],
         arguments: tuple[Any, ...],
         update: TensorBuckets,
         receivers: Sequence[Receiver],
@@ -192,7 +194,7 @@ class GivesHere:
         """See `FromRanks`.
 
         Args:
-            giver: the class.
+            publisher: the class.
             arguments: of it.
             update: the weights.
             receivers: the engines.
@@ -202,8 +204,8 @@ class GivesHere:
         def here() -> list[VerlMTError | None]:
             with self._lock:
                 try:
-                    made = self._givers.get(giver, arguments, _own_address(url))
-                    return made.give(update.tensors, update.version, update.bucket_bytes, receivers)
+                    made = self._publishers.get(publisher, arguments, _own_address(url))
+                    return made.publish(update.tensors, update.version, update.bucket_bytes, receivers)
                 except Exception as error:
                     problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
                     return [problem] * len(receivers)
@@ -217,7 +219,7 @@ class GivesHere:
     def _leave(self) -> None:
         if self._lock.acquire(timeout=_LEAVE_S):
             try:
-                self._givers.close()
+                self._publishers.close()
             finally:
                 self._lock.release()
 

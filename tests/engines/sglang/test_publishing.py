@@ -17,7 +17,7 @@ from fake_client import FakeClient, FakeEngine, answer
 from verl_mt.engines.base import Receiver, TensorBuckets
 from verl_mt.engines.sglang import buckets
 from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang.giver import WeightGiver
+from verl_mt.engines.sglang.publisher import BucketPublisher
 from verl_mt.errors import EngineError
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights
@@ -100,8 +100,8 @@ def test_weights_are_gathered_once_for_all_engines_and_each_gets_all_of_them(run
 
 
 def _files_of(engine) -> list[str]:
-    (giver,) = [made for _, made in engine._giving._givers._made.values()]
-    return [buffer.untyped_storage()._share_filename_cpu_()[1].decode() for buffer in giver._buckets._buffers]
+    (publisher,) = [made for _, made in engine._publishing._publishers._made.values()]
+    return [buffer.untyped_storage()._share_filename_cpu_()[1].decode() for buffer in publisher._buckets._buffers]
 
 
 def test_an_engine_that_dies_in_the_middle_holds_nobody_up_and_gets_a_pass_of_its_own(run_async, weights):
@@ -159,8 +159,8 @@ def test_a_bucket_is_packed_while_engines_copy_the_one_before_and_no_buffer_is_w
         flat = content["flattened_tensor"][meta.start_idx : meta.end_idx].view(meta.dtype)
         seen.append((meta.name, list(packed), float(flat.unique())))
 
-    giver = WeightGiver(shapes, "float32", 600.0, address="127.0.0.1")
-    assert giver.give(stream(), 1, 1024, [Receiver(slow)]) == [None]
+    publisher = BucketPublisher(shapes, "float32", 600.0, address="127.0.0.1")
+    assert publisher.publish(stream(), 1, 1024, [Receiver(slow)]) == [None]
     assert [(name, value) for name, _, value in seen] == [(f"w{number}", float(number)) for number in range(6)]
     assert [len(so_far) for _, so_far, _ in seen] == [3, 4, 5, 6, 6, 6]
 
@@ -175,12 +175,12 @@ def test_who_refuses_is_told_and_the_others_get_all(weights):
         raise EngineError("SGLang refused")
 
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    giver = WeightGiver(shapes, "float32", 600.0, address="127.0.0.1")
-    problems = giver.give(weights.items(), 1, SMALL, [Receiver(takes, num_ranks=2), Receiver(refuses)])
+    publisher = BucketPublisher(shapes, "float32", 600.0, address="127.0.0.1")
+    problems = publisher.publish(weights.items(), 1, SMALL, [Receiver(takes, num_ranks=2), Receiver(refuses)])
     assert problems[0] is None and str(problems[1]) == "SGLang refused" and len(got) > 3 and set(got) == {2}
     # Where nobody takes any more, no more is packed.
     stream = iter(weights.items())
-    assert len(giver.give(stream, 2, SMALL, [Receiver(refuses)])) == 1 and next(stream, None) is not None
+    assert len(publisher.publish(stream, 2, SMALL, [Receiver(refuses)])) == 1 and next(stream, None) is not None
 
 
 def test_memory_for_another_process_is_not_taken_from_segments_that_grow(monkeypatch):

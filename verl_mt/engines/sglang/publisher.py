@@ -1,7 +1,7 @@
-"""What gives a policy's weights to engines: to those on its machine through memory, or to all others by one broadcast.
+"""Publish a policy's weights: to engines on the same machine through memory, to all others by one broadcast.
 
-A giver works where the weights are: in a rank's process, or in this one where the policy is here. It waits for answers,
-so it is not run on an event loop.
+A publisher runs in the process that holds the weights: a rank's, or this one if the policy is here. It waits for
+answers, so it never runs on an event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mt.engines.base import Giver, Receiver
+from verl_mt.engines.base import Receiver, WeightPublisher
 from verl_mt.engines.sglang.buckets import Buckets, describe, payload
 from verl_mt.engines.sglang.options import nccl_environment
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
@@ -29,7 +29,7 @@ _TOGETHER_S = 120.0
 """How long joining, and the broadcast of one bucket, may take; a member that refuses its part is noticed then."""
 
 
-class WeightGiver(Giver):
+class BucketPublisher(WeightPublisher):
     """Through the memory of this machine: a handle of the buffer goes to each engine, which copies out of it.
 
     Its buffers are used for every update. See `FromRanks`.
@@ -55,7 +55,7 @@ class WeightGiver(Giver):
         self._buckets = Buckets(expected, getattr(torch, dtype), device=device)
         self._timeout_s = timeout_s
 
-    def give(
+    def publish(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
     ) -> list[VerlMTError | None]:
         """Send all of them to all engines, which are in a weight update already, and stay in it. One that goes away, or
@@ -92,11 +92,11 @@ class WeightGiver(Giver):
         self._buckets.close()
 
 
-class WeightBroadcaster(Giver):
+class WeightBroadcaster(WeightPublisher):
     """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
     (gloo passes it on along a tree, NCCL along a ring).
 
-    Args: those of `WeightGiver`; `address` is where the engines' machines reach this one.
+    Args: those of `BucketPublisher`; `address` is where the engines' machines reach this one.
     """
 
     def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str, timeout_s: float, *, address: str):
@@ -108,7 +108,7 @@ class WeightBroadcaster(Giver):
         self._group: Any = None
         self._name = ""
 
-    def give(
+    def publish(
         self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
     ) -> list[VerlMTError | None]:
         """Send all of them to all engines, which are in a weight update already, and stay in it. An engine that goes
