@@ -260,10 +260,10 @@ def two_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tuple
     actor = sharded_worker(ranks, **kwargs)
     waiting = []
     for batch in batches:
-        actor.put_away()
+        actor.offload()
         local = (p.to_local() if hasattr(p, "to_local") else p for p in actor.module.parameters())
         waiting.append(sum(tensor.untyped_storage().nbytes() for tensor in local))
-        actor.bring()
+        actor.onload()
         actor.compute_log_probs(batch)
         actor.update(batch)
     return {n: whole(p.detach()).clone() for n, p in model_of(actor.module).named_parameters()}, waiting

@@ -94,22 +94,22 @@ def test_weights_that_are_in_use_stay_whoever_puts_them_away():
     metrics = group.update(a_batch())
     expected = InlineWorkerGroup(worker(tiny_policy())).update(a_batch())
     assert given and metrics == expected
-    group.put_away()
+    group.offload()
     assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
 
 
 def test_weights_that_cannot_be_brought_are_nobodys(monkeypatch):
     group = InlineWorkerGroup(worker(tiny_policy(), param_offload=True))
-    group.put_away()
+    group.offload()
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(HostWeights, "bring", lambda self: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(HostWeights, "onload", lambda self: (_ for _ in ()).throw(MemoryError()))
         group.state_dict()
     group.update(a_batch())
-    group.put_away()
+    group.offload()
     assert all(p.untyped_storage().nbytes() == 0 for p in group.actor.module.parameters())
 
 
-def test_weights_are_put_away_where_their_reader_gives_up():
+def test_weights_are_offloaded_where_their_reader_gives_up():
     actor = worker(tiny_policy(), param_offload=True)
     weights = iter(LiveWeights(InlineWorkerGroup(actor)))
     next(weights)
@@ -123,7 +123,7 @@ def test_a_checkpoint_of_weights_that_go_away_holds_copies():
     group = InlineWorkerGroup(actor)
     before = {name: p.detach().clone() for name, p in actor.module.named_parameters()}
     state = group.state_dict()
-    group.put_away()
+    group.offload()
     assert all(torch.equal(state["actor"]["tensors"][f"module.{name}"], p) for name, p in before.items())
 
 
@@ -132,7 +132,7 @@ def test_an_engine_makes_room_for_weights_that_come_between_two_steps(offloads, 
     engine = SimpleNamespace(capabilities=SimpleNamespace(frees_memory=frees), release_memory=lambda: "released")
     called = []
     sync = WeightSync(engine, SimpleNamespace(offloads=offloads, check=print), lambda work, _: called.append(work))
-    assert sync.make_room() == (offloads and frees)
+    assert sync.free_engine_memory() == (offloads and frees)
     assert called == (["released"] if offloads and frees else [])
 
 
@@ -141,17 +141,17 @@ def test_an_engine_that_is_gone_keeps_nothing_from_being_saved():
         raise EngineGoneError("killed")
 
     engine = SimpleNamespace(capabilities=SimpleNamespace(frees_memory=True), release_memory=lambda: None)
-    assert WeightSync(engine, SimpleNamespace(offloads=True, check=print), gone).make_room(), "push tells"
+    assert WeightSync(engine, SimpleNamespace(offloads=True, check=print), gone).free_engine_memory(), "push tells"
 
 
 def test_tied_weights_go_and_come_once():
     actor = worker(tiny_policy(), param_offload=True)
     before = {name: p.detach().clone() for name, p in actor.module.named_parameters()}
-    actor.put_away()
-    actor.put_away()
+    actor.offload()
+    actor.offload()
     assert all(p.untyped_storage().nbytes() == 0 for p in actor.module.parameters())
-    actor.bring()
-    actor.bring()
+    actor.onload()
+    actor.onload()
     assert all(torch.equal(p, before[name]) for name, p in actor.module.named_parameters())
     assert len(HostWeights(actor.module)._storages) == len(before)
 
@@ -163,8 +163,8 @@ def test_memory_of_a_file_that_was_opened_stays(tmp_path):
     mapped = type(policy).from_pretrained(tmp_path)
     assert not all(p.untyped_storage().resizable() for p in mapped.parameters())
     host = HostWeights(mapped)
-    host.put_away()
-    host.bring()
+    host.offload()
+    host.onload()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(mapped.parameters(), policy.parameters(), strict=True))
 
 
@@ -176,7 +176,7 @@ def test_the_cuda_cache_stays_where_nothing_left_a_gpu(monkeypatch):
     mapped.weight.data = torch.from_numpy(np.ones((1, 2), np.float32))
     for module, left in ((nn.Linear(2, 1, bias=False), 0), (mapped, 8)):
         host = HostWeights(module)
-        host.put_away()
+        host.offload()
         assert module.weight.untyped_storage().nbytes() == left and calls == []
-        host.bring()
+        host.onload()
         assert module.weight.untyped_storage().nbytes() == 8

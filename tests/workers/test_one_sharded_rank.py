@@ -108,11 +108,11 @@ def test_weights_leave_the_device_and_come_back(alone, device):
     actor = sharded(alone, device, param_offload=True)
     before = weights(actor)
     held = torch.cuda.memory_allocated() if device == "cuda" else None
-    actor.put_away()
+    actor.offload()
     if held is not None:
         size = sum(tensor.nbytes for tensor in before.values())
         assert torch.cuda.memory_allocated() <= held - 0.9 * size
-    actor.bring()
+    actor.onload()
     close(weights(actor), before, 0.0)
     batch = make_batch(REWARDS)
     assert torch.isfinite(actor.compute_log_probs(batch)[batch[col.LOSS_MASK]]).all()

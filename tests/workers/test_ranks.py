@@ -192,7 +192,7 @@ def test_an_update_of_a_rank(ranks, critic, waits):
     worker, calls = rank_of(ranks, critic=critic, waits=waits)
     metrics, filled = worker.update(Share.alone(BATCH))
     both, learns = ["actor", "critic"] if critic else ["actor"], waits and critic
-    expected = [(who, "bring") for who in both] + [("critic", "learn")] * critic + [("actor", "train")] * (not learns)
+    expected = [(who, "onload") for who in both] + [("critic", "learn")] * critic + [("actor", "train")] * (not learns)
     assert names(calls) == expected
     assert all(call[2].ranks == ranks for call in calls if call[1] in ("learn", "train"))
     told = ({"vf_loss": 2.0} if critic else {}) | ({} if learns else {"loss": 1.0})
@@ -207,9 +207,9 @@ def test_what_a_rank_computes_of_its_rows(ranks):
     told = [worker.values(share), worker.log_probs(share), worker.ref_log_probs(share)]
     assert told == [only_for(ranks.counts, torch.tensor([5.0]))] * 3
     assert names(calls) == [
-        ("actor", "bring"), ("critic", "bring"), ("critic", "values"),
-        ("actor", "bring"), ("actor", "log_probs"),
-        ("actor", "bring"), ("ref", "log_probs"),
+        ("actor", "onload"), ("critic", "onload"), ("critic", "values"),
+        ("actor", "onload"), ("actor", "log_probs"),
+        ("actor", "onload"), ("ref", "log_probs"),
     ]  # fmt: skip
     assert all(call[2].ranks == ranks for call in calls if len(call) > 2)
     assert worker.first_mini_batches(torch.zeros(1)) == only_for(ranks.rank == 0, [torch.tensor([0])])
@@ -232,12 +232,12 @@ def test_the_state_of_a_rank(ranks, critic, monkeypatch, tmp_path):
     calls.clear()
     assert worker.save_shards(tmp_path) == dict.fromkeys(both, "digest")
     assert saved == [([who], tmp_path, who) for who in both]
-    assert names(calls) == [(who, "bring") for who in both] + [(who, "tensors") for who in both]
+    assert names(calls) == [(who, "onload") for who in both] + [(who, "tensors") for who in both]
     calls.clear()
     worker.load({"x": 1}, tmp_path)
     assert loaded == [(worker.actor, worker.critic, {"x": 1}, tmp_path)]
-    worker.put_away()
-    assert names(calls) == [(who, what) for what in ("bring", "put_away") for who in both]
+    worker.offload()
+    assert names(calls) == [(who, what) for what in ("onload", "offload") for who in both]
 
 
 def test_weights_are_gathered_in_buckets_of_whole_layers(monkeypatch):
@@ -283,7 +283,7 @@ def test_a_bucket_is_for_who_asks_rank_0(rank):
     worker._buckets = lambda: ["first", "second"]
     worker._gather = lambda bucket, converted: asked.append((bucket, converted)) or {"w": torch.tensor([3.0])}
     found = worker.bucket(1, False)
-    assert asked == [("second", False if rank == 0 else None)] and names(calls) == [("actor", "bring")]
+    assert asked == [("second", False if rank == 0 else None)] and names(calls) == [("actor", "onload")]
     assert found is None if rank else found["w"].tensor().tolist() == [3.0]
 
 
@@ -305,7 +305,7 @@ def test_every_rank_gathers_all_weights_and_gives_them_to_its_own_engines(receiv
     assert gathered == [("a", receives or None), ("b", receives or None)]
     assert told == (["told"] if receives else [])
     assert given_to == ([(("a", 1), 5, 8, receivers[1])] if receives else [])
-    assert names(calls) == [("actor", "bring"), ("actor", "put_away"), ("critic", "put_away")]
+    assert names(calls) == [("actor", "onload"), ("actor", "offload"), ("critic", "offload")]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -316,7 +316,7 @@ def test_adapters_are_those_of_the_policy(monkeypatch, rank):
     assert worker.adapter() is None and not calls
     monkeypatch.setattr(rank_worker, "lora_of", lambda model: "lora")
     found = worker.adapter()
-    assert names(calls) == [("actor", "bring")]
+    assert names(calls) == [("actor", "onload")]
     if rank:
         assert found is None
     else:

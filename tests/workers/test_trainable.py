@@ -22,9 +22,8 @@ from verl_mt.workers.trainable import (
     Trainable,
     UpdatePlan,
     add_up_in_float32,
-    bring,
     num_mini_batches,
-    put_away,
+    onload,
     steps_of_actor,
     updates_per_step,
 )
@@ -229,22 +228,22 @@ def test_gradients_of_low_precision_are_added_up_in_float32(dtype):
 # Where weights lie
 
 
-def test_weights_that_were_put_away_have_no_memory_and_come_back():
+def test_weights_that_were_offloaded_have_no_memory_and_come_back():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = module[0].weight
     before = {name: value.clone() for name, value in module.state_dict().items()}
     host = HostWeights(module)
     assert len(host._storages) == 3, "tied ones once"
     for _ in range(2):
-        host.put_away()
+        host.offload()
         assert [p.untyped_storage().nbytes() for p in module.parameters()] == [0, 0, 0]
     for _ in range(2):
-        host.bring()
+        host.onload()
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     with torch.no_grad():
         module[0].bias.fill_(9.0)
-    host.put_away()
-    host.bring()
+    host.offload()
+    host.onload()
     assert module[0].bias.tolist() == [9.0, 9.0]
 
 
@@ -254,24 +253,24 @@ def test_memory_that_others_have_too_stays():
     module.weight = nn.Parameter(shared)
     assert not shared.untyped_storage().resizable()
     host = HostWeights(module)
-    host.put_away()
+    host.offload()
     assert module.weight.tolist() == [0.0, 0.0]
-    host.bring()
+    host.onload()
     assert module.weight.tolist() == [0.0, 0.0]
 
 
 def test_the_devices_reserve_is_given_back_only_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the weights are on the CPU"))
-    HostWeights(nn.Linear(1, 1)).put_away()
+    HostWeights(nn.Linear(1, 1)).offload()
 
 
 @pytest.mark.parametrize("offload", [True, False])
-def test_workers_are_brought_and_put_away_where_they_may_be(offload):
+def test_workers_are_onloaded_and_offloaded_where_they_may_be(offload):
     worker = of(param_offload=offload)
     assert worker.offloads == offload
-    put_away(None, worker)
+    offload(None, worker)
     assert (worker.module.weight.untyped_storage().nbytes() == 0) == offload
-    bring(worker, None)
+    onload(worker, None)
     assert worker.module.weight.untyped_storage().nbytes() == 8
 
 
@@ -321,16 +320,16 @@ def test_a_checkpoint_is_whole_or_shards_of_its_worker(monkeypatch, tmp_path):
     assert [*tensors] == ["module.weight"] and (folder, name) == (tmp_path, "critic")
 
 
-def test_bring_and_put_away_ask_each_worker_once():
+def test_onload_and_offload_ask_each_worker_once():
     calls = []
 
     class Worker:
-        def bring(self):
-            calls.append("bring")
+        def onload(self):
+            calls.append("onload")
 
-        def put_away(self):
-            calls.append("put away")
+        def offload(self):
+            calls.append("offload")
 
-    trainable.bring(Worker(), None, Worker())
-    trainable.put_away(None, Worker())
-    assert calls == ["bring", "bring", "put away"]
+    trainable.onload(Worker(), None, Worker())
+    trainable.offload(None, Worker())
+    assert calls == ["onload", "onload", "offload"]

@@ -40,7 +40,7 @@ class RecordingEngine(ScriptedEngine):
 
 def group(module):
     """As much of a worker group as weights need."""
-    actor = SimpleNamespace(module=module, device="cpu", offloads=False, bring=lambda: None, put_away=lambda: None)
+    actor = SimpleNamespace(module=module, device="cpu", offloads=False, onload=lambda: None, offload=lambda: None)
     return InlineWorkerGroup(actor)  # type: ignore[arg-type]
 
 
@@ -174,7 +174,7 @@ def noting(calls, *, offloads=False, frees=False, transports=("tensor_buckets",)
 
     actor = SimpleNamespace(
         module=weight, device="cpu", offloads=offloads,
-        bring=lambda: calls.append("bring"), put_away=lambda: calls.append("put away"),
+        onload=lambda: calls.append("onload"), offload=lambda: calls.append("offload"),
     )  # fmt: skip
     return WeightSync(engine, InlineWorkerGroup(actor), run)
 
@@ -190,7 +190,7 @@ def test_an_engine_that_keeps_its_memory_holds_updates_while_the_policy_is_train
 )
 def test_room_is_made_only_where_the_engine_has_it_and_the_policy_waits_for_it(offloads, frees, makes):
     calls = []
-    assert noting(calls, offloads=offloads, frees=frees).make_room() == makes
+    assert noting(calls, offloads=offloads, frees=frees).free_engine_memory() == makes
     assert calls == (["release"] if makes else [])
 
 
@@ -201,7 +201,7 @@ def test_what_is_saved_is_saved_although_an_engine_keeps_its_memory(caplog):
         raise EngineError("it is gone")
 
     sync.engine.release_memory = refuses
-    assert sync.make_room() and "did not give its memory back: it is gone" in caplog.text
+    assert sync.free_engine_memory() and "did not give its memory back: it is gone" in caplog.text
 
 
 def test_weights_are_at_hand_while_they_are_read_and_are_counted():
@@ -209,10 +209,10 @@ def test_weights_are_at_hand_while_they_are_read_and_are_counted():
     sync = noting(calls)
     live = LiveWeights(sync.workers)
     assert [name for name, _ in live] == ["weight", "bias"] and live.num_bytes == 36
-    assert calls == ["bring", "put away"]
+    assert calls == ["onload", "offload"]
     for _ in live:
         break
-    assert live.num_bytes == 36 + 24 and calls == ["bring", "put away"] * 2
+    assert live.num_bytes == 36 + 24 and calls == ["onload", "offload"] * 2
     module = torch.nn.Linear(1, 1)
     assert [tensor for _, tensor in LiveWeights(module)] == [module.weight, module.bias]
 
@@ -235,7 +235,7 @@ def test_the_bytes_of_an_update_that_came_through_this_process():
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_files_are_those_of_the_version_and_weights_are_put_away_behind_them(tmp_path, grouped):
+def test_files_are_those_of_the_version_and_weights_are_offloaded_behind_them(tmp_path, grouped):
     calls = []
     sync = noting(calls, transports=("disk",))
     module = sync.workers.actor.module
@@ -251,7 +251,7 @@ def test_files_are_those_of_the_version_and_weights_are_put_away_behind_them(tmp
     policy = sync.workers if grouped else module
     update = weight_update_for(sync.engine.capabilities, policy, 7, Transport(folder=tmp_path))
     assert update == Disk(7, str((tmp_path / "version_000007").resolve()))
-    assert calls == (["bring", "save", "put away"] if grouped else ["save"])
+    assert calls == (["onload", "save", "offload"] if grouped else ["save"])
     sync.transport = Transport(folder=tmp_path)
     sync.engine.apply = lambda update: asyncio.sleep(0)
     sync.push(7)

@@ -275,7 +275,7 @@ class Loads:
         monkeypatch.setattr(setup, "freeze_vision", lambda module: self.made.append("vision is frozen"))
         monkeypatch.setattr(setup, "lora_of", lambda module: lora)
         monkeypatch.setattr(setup, "set_lora", lambda module, lora: None)
-        monkeypatch.setattr(setup, "put_away", lambda *workers: self.made.append(("put away", workers)))
+        monkeypatch.setattr(setup, "offload", lambda *workers: self.made.append(("offload", workers)))
         monkeypatch.setattr(setup, "ValueHead", lambda size, *, seed: torch.nn.Linear(size, seed))
         monkeypatch.setattr(setup, "ValueModel", lambda model: ("values of", model))
         for name in ("ActorWorker", "RefWorker", "CriticWorker"):
@@ -314,7 +314,7 @@ def test_an_actor_is_told_of_sampling_and_of_the_run(monkeypatch):
     }  # fmt: skip
     assert actor.loss.correction is None and not actor.module.switched_on
     assert loads.policies == [(None, True)]
-    assert loads.made == [("adapters", 3), ("put away", (actor, None))]
+    assert loads.made == [("adapters", 3), ("offload", (actor, None))]
 
 
 def test_switches_of_the_model_and_a_correction(monkeypatch):
@@ -357,7 +357,7 @@ def test_a_critic_is_told_of_the_run(monkeypatch, shared, switches):
     actor, _, critic = setup.load_workers(wanted)
     schedule = CriticSchedule(total_steps=10, train_batch_size=4, warmup_steps=2, norm_constant=55, seed=3)
     assert critic.config == filled_in(critic_config, wanted.config.actor)
-    assert loads.made[-1] == ("put away", (actor, critic))
+    assert loads.made[-1] == ("offload", (actor, critic))
     options = {"schedule": schedule, "shuffle": switches}
     if shared:
         assert (critic.module.in_features, critic.module.out_features) == (6, 3)
@@ -435,8 +435,8 @@ def noting_group(*, critic: bool = True, ref: bool = True, offloads: bool = Fals
     ), calls
 
 
-BRING = [("actor", "bring"), ("critic", "bring")]
-PUT_AWAY = [("actor", "put_away"), ("critic", "put_away")]
+ONLOAD = [("actor", "onload"), ("critic", "onload")]
+OFFLOAD = [("actor", "offload"), ("critic", "offload")]
 
 
 def test_a_group_says_what_its_policy_is():
@@ -471,22 +471,22 @@ def test_weights_are_at_hand_while_they_are_used(monkeypatch):
     for name, use in uses.items():
         calls.clear()
         use()
-        assert calls == BRING + expected[name], name
+        assert calls == ONLOAD + expected[name], name
     assert [*batch] == [col.REF_LOG_PROBS, col.VALUES]
     calls.clear()
-    group.put_away()
-    assert calls == PUT_AWAY
+    group.offload()
+    assert calls == OFFLOAD
 
 
 def test_weights_stay_while_somebody_uses_them():
     group, calls = noting_group()
     with group._at_hand(), group._at_hand():
-        group.put_away()
-    assert calls == BRING * 2
+        group.offload()
+    assert calls == ONLOAD * 2
     with pytest.raises(RuntimeError), group._at_hand():
         raise RuntimeError
-    group.put_away()
-    assert calls[-2:] == PUT_AWAY
+    group.offload()
+    assert calls[-2:] == OFFLOAD
 
 
 def test_nothing_is_brought_for_a_worker_that_is_not_there():
@@ -502,7 +502,7 @@ def test_nothing_is_brought_for_a_worker_that_is_not_there():
 def test_saved_tensors_are_copies_only_where_live_ones_may_go(offloads):
     group, calls = noting_group(offloads=offloads)
     state = group.state_dict()
-    assert calls[:2] == BRING and {name: part["of"] for name, part in state.items()} == {
+    assert calls[:2] == ONLOAD and {name: part["of"] for name, part in state.items()} == {
         "actor": "actor",
         "critic": "critic",
     }

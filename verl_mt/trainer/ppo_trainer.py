@@ -120,7 +120,7 @@ class PPOTrainer:
                     self.log.metrics(self.step_number, self.validate())
                 if not self.config.val_only:
                     self._train()
-                    self.weights.make_room()
+                    self.weights.free_engine_memory()
                     self.export()
                 self.flight.forget_finished()
                 self.log.finish(self.step_number)
@@ -228,7 +228,7 @@ class PPOTrainer:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
         self.version = checkpoint.version_of(state)
-        self.weights.make_room()
+        self.weights.free_engine_memory()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.collapse.load_state_dict(state.get("collapse", {}))
@@ -296,7 +296,7 @@ class PPOTrainer:
         """
         state = checkpoint.load(folder)
         self.flight.give_up()
-        self.weights.make_room()
+        self.weights.free_engine_memory()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
         self.version += 1
@@ -404,11 +404,11 @@ class PPOTrainer:
         begun = time.monotonic()
         self.log.display.phase("checkpoint")
         self.log.flush()
-        made_room = self.weights.make_room()
+        engine_freed = self.weights.free_engine_memory()
         state = self.state_dict() | (overrides or {})
         self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
-        self.workers.put_away()
-        if made_room and overrides is None:  # else the run ends here
+        self.workers.offload()
+        if engine_freed and overrides is None:  # else the run ends here
             self.weights.push(self.version)
         self.log.saved(time.monotonic() - begun)
 

@@ -33,7 +33,7 @@ from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
 from verl_mt.workers.shares import Share
 from verl_mt.workers.state import all_weights, count_parameters
-from verl_mt.workers.trainable import bring, put_away
+from verl_mt.workers.trainable import offload, onload
 from verl_mt.workers.worker_group import Publication, load_workers_state
 
 _BUCKET_BYTES = 2**28
@@ -135,25 +135,25 @@ class RankWorker:
 
     def update(self, share: Share) -> tuple[dict[str, float] | None, dict[str, Tensor] | None]:
         """Metrics, and the columns that the update filled in: none where only the critic learned."""
-        bring(self.actor, self.critic)
+        onload(self.actor, self.critic)
         metrics, filled = train_policy_and_critic(self.actor, self.critic, self._mine(share))
         return self._once(metrics), self._of_part({name: column.cpu() for name, column in filled.items()})
 
     def values(self, share: Share) -> Tensor | None:
         """By the critic."""
         assert self.critic is not None
-        bring(self.actor, self.critic)
+        onload(self.actor, self.critic)
         return self._of_part(self.critic.values(self._mine(share)).cpu())
 
     def log_probs(self, share: Share) -> Tensor | None:
         """By the current policy."""
-        self.actor.bring()
+        self.actor.onload()
         return self._of_part(self.actor.log_probs(self._mine(share)).cpu())
 
     def ref_log_probs(self, share: Share) -> Tensor | None:
         """By the reference policy."""
         assert self.ref is not None
-        self.actor.bring()  # whose adapters may be all that the two differ in
+        self.actor.onload()  # whose adapters may be all that the two differ in
         return self._of_part(self.ref.log_probs(self._mine(share)).cpu())
 
     def give_back_memory(self) -> None:
@@ -168,7 +168,7 @@ class RankWorker:
     def bucket(self, number: int, converted: bool) -> dict[str, Packed] | None:
         """Whole weights of some layers, merged with adapters, in the names and shapes of the model's checkpoint or of
         the module that transformers makes of it."""
-        self.actor.bring()
+        self.actor.onload()
         gathered = self._gather(self._buckets()[number], converted if self._ranks.rank == 0 else None)
         return self._once({name: Packed.of(tensor) for name, tensor in gathered.items()})
 
@@ -183,7 +183,7 @@ class RankWorker:
         Returns:
             For each of its own what went wrong, or None.
         """
-        bring(self.actor)
+        onload(self.actor)
         own = receivers.get(self._ranks.rank, ())
         gathering: list[BaseException] = []
 
@@ -206,12 +206,12 @@ class RankWorker:
                 problems = [problem] * len(own)
         for _ in tensors:  # gathering is collective: the other ranks wait for this one
             pass
-        self.put_away()  # before the engine takes its cache back
+        self.offload()  # before the engine takes its cache back
         return problems
 
-    def put_away(self) -> None:
-        """A rollout comes."""
-        put_away(self.actor, self.critic)
+    def offload(self) -> None:
+        """Offload weights before a rollout (`param_offload`)."""
+        offload(self.actor, self.critic)
 
     def stop_giving(self) -> None:
         """Leave the groups of engines that get weights by broadcasts, and give back what holds weights on their way:
@@ -243,7 +243,7 @@ class RankWorker:
         lora = lora_of(model)
         if lora is None:
             return None
-        self.actor.bring()
+        self.actor.onload()
         tensors = {name: Packed.of(whole(p)) for name, p in model.named_parameters() if is_adapter(name)}
         return self._once((lora, tensors))
 
@@ -254,7 +254,7 @@ class RankWorker:
 
     def save_shards(self, folder: Path) -> dict[str, str]:
         """The large part, every rank its own. Returns the digests of this rank's files."""
-        bring(self.actor, self.critic)
+        onload(self.actor, self.critic)
         digests = save_shards(self.actor.tensors(), folder)
         if self.critic is not None:
             digests |= save_shards(self.critic.tensors(), folder, "critic")
@@ -262,7 +262,7 @@ class RankWorker:
 
     def load(self, state: dict[str, Any], folder: Path | None) -> None:
         """Take a checkpoint of any placement."""
-        bring(self.actor, self.critic)
+        onload(self.actor, self.critic)
         load_workers_state(self.actor, self.critic, state, folder)
 
     def _once(self, value: Any) -> Any:

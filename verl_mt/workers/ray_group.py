@@ -162,9 +162,9 @@ class RayWorkerGroup(WorkerGroup):
     def give_back_memory(self) -> None:
         self._call("give_back_memory", doing="giving memory back")
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         if self.offloads:
-            self._call("put_away", doing="putting weights away")
+            self._call("offload", doing="offloading weights")
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)

@@ -25,7 +25,7 @@ from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic, ShardedPolicy, model_of
-from verl_mt.workers.trainable import put_away, steps_of_actor
+from verl_mt.workers.trainable import offload, steps_of_actor
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     )
     actor.loss.correction = setup.algorithm.correction
     reference, critic = _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
-    put_away(actor, critic)
+    offload(actor, critic)
     return actor, reference, critic
 
 

@@ -42,7 +42,7 @@ class UpdatePlan:
     optimizer_offload: bool = False
     """The optimizer's state lies in CPU memory between steps."""
     param_offload: bool = False
-    """The weights lie in CPU memory from `put_away` to `bring`."""
+    """The weights lie in CPU memory from `offload` to `onload`."""
 
 
 class Trainable:
@@ -92,18 +92,18 @@ class Trainable:
 
     @property
     def offloads(self) -> bool:
-        """Whether the weights leave the device when they are put away."""
+        """Whether the weights leave the device when they are offloaded."""
         return self._host is not None
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         """The weights are about to be used. Nothing to do where they are on the device."""
         if self._host is not None:
-            self._host.bring()
+            self._host.onload()
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """The weights are not used for a while; with `param_offload` they leave the device."""
         if self._host is not None:
-            self._host.put_away()
+            self._host.offload()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on bit for bit. Tensors are not copied."""
@@ -259,7 +259,7 @@ class HostWeights:
         self._storages = [*{storage._cdata: storage for storage in storages}.values()]  # tied ones once
         self._kept: list[tuple[torch.UntypedStorage, Tensor]] = []
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Idempotent."""
         if self._kept:
             return
@@ -272,7 +272,7 @@ class HostWeights:
             # torch's allocator keeps what it is given; it is an engine in another process that wants it.
             torch.cuda.empty_cache()
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         """Idempotent."""
         for storage, host in self._kept:
             storage.resize_(host.nbytes)
@@ -284,18 +284,18 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def bring(*workers: Trainable | None) -> None:
-    """See `Trainable.bring`; None = there is no such worker."""
+def onload(*workers: Trainable | None) -> None:
+    """See `Trainable.onload`; None = there is no such worker."""
     for worker in workers:
         if worker is not None:
-            worker.bring()
+            worker.onload()
 
 
-def put_away(*workers: Trainable | None) -> None:
-    """See `Trainable.put_away`."""
+def offload(*workers: Trainable | None) -> None:
+    """See `Trainable.offload`."""
     for worker in workers:
         if worker is not None:
-            worker.put_away()
+            worker.offload()
 
 
 def num_mini_batches(num_prompts: int | None, size: int | None) -> int:

@@ -48,7 +48,7 @@ class LiveWeights:
         finally:
             state = iter(())  # what holds the weights at hand ends before they go
             if isinstance(self.policy, WorkerGroup):
-                self.policy.put_away()
+                self.policy.offload()
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def weight_update_for(
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
         without_adapters(module).save_pretrained(path)
         if isinstance(policy, WorkerGroup):
-            policy.put_away()
+            policy.offload()
         return Disk(version, str(path.resolve()))
     raise ConfigError(
         f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"
@@ -122,7 +122,7 @@ class WeightSync:
         else:
             self._call(self.engine.hold_updates())
 
-    def make_room(self) -> bool:
+    def free_engine_memory(self) -> bool:
         """The policy's weights are wanted between two steps (by a checkpoint, an export), and wait in CPU memory: the
         engine gives their room back first. Returns whether it did, and has to get its memory and weights again
         (`push`)."""

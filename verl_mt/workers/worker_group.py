@@ -29,7 +29,7 @@ from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import AlgorithmNeeds, Placement, WorkerSetup, load_workers
 from verl_mt.workers.state import count_parameters
-from verl_mt.workers.trainable import bring, put_away
+from verl_mt.workers.trainable import offload, onload
 
 _INLINE = Placement()
 _NOTHING = AlgorithmNeeds()
@@ -88,8 +88,8 @@ class WorkerGroup(abc.ABC):
     def give_back_memory(self) -> None:
         """Device memory that training holds in reserve goes back to the device, where the engine needs it."""
 
-    def put_away(self) -> None:  # noqa: B027 - there may be no place to put them
-        """A rollout comes: with `actor.param_offload` the weights leave the device, until something needs them. Whoever
+    def offload(self) -> None:  # noqa: B027 - there may be no place to put them
+        """Before a rollout: with `actor.param_offload` the weights leave the device, until something needs them. Whoever
         gave weights to engines, or wrote them, has to say so."""
 
     @abc.abstractmethod
@@ -178,7 +178,7 @@ class InlineWorkerGroup(WorkerGroup):
             self._users += 1
         try:
             with self._lock:
-                bring(self.actor, self.critic)
+                onload(self.actor, self.critic)
             yield
         finally:
             with self._lock:
@@ -213,10 +213,10 @@ class InlineWorkerGroup(WorkerGroup):
     def give_back_memory(self) -> None:
         torch.cuda.empty_cache()
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         with self._lock:
             if not self._users:
-                put_away(self.actor, self.critic)
+                offload(self.actor, self.critic)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         with self._at_hand():
@@ -230,7 +230,7 @@ class InlineWorkerGroup(WorkerGroup):
         with self._at_hand():
             critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
             state = {"actor": self.actor.state_dict(), **critic}
-            if self.offloads:  # whoever writes them takes his time, and live ones may be put away under his hands
+            if self.offloads:  # whoever writes them takes his time, and live ones may be offloaded under his hands
                 for of_worker in state.values():
                     of_worker["tensors"] = {name: t.to("cpu", copy=True) for name, t in of_worker["tensors"].items()}
             return state
