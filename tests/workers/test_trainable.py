@@ -23,6 +23,7 @@ from verl_mt.workers.trainable import (
     UpdatePlan,
     add_up_in_float32,
     num_mini_batches,
+    offload,
     onload,
     steps_of_actor,
     updates_per_step,
@@ -264,12 +265,12 @@ def test_the_devices_reserve_is_given_back_only_where_there_is_one(monkeypatch):
     HostWeights(nn.Linear(1, 1)).offload()
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_workers_are_onloaded_and_offloaded_where_they_may_be(offload):
-    worker = of(param_offload=offload)
-    assert worker.offloads == offload
+@pytest.mark.parametrize("offloads", [True, False])
+def test_workers_are_onloaded_and_offloaded_where_they_may_be(offloads):
+    worker = of(param_offload=offloads)
+    assert worker.offloads == offloads
     offload(None, worker)
-    assert (worker.module.weight.untyped_storage().nbytes() == 0) == offload
+    assert (worker.module.weight.untyped_storage().nbytes() == 0) == offloads
     onload(worker, None)
     assert worker.module.weight.untyped_storage().nbytes() == 8
 
