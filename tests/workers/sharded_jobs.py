@@ -21,13 +21,13 @@ from verl_mt.modeling.passes import Passes, use_passes
 from verl_mt.workers import sharding
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, ShardedCritic, ShardedPolicy, model_of, whole
-from verl_mt.workers.shares import Share
 from verl_mt.workers.state import live_tensors
 
 PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
@@ -270,7 +270,7 @@ def two_updates(ranks: Ranks, batches: list[TensorDict], **kwargs: Any) -> tuple
 
 
 def update_of_a_share(
-    ranks: Ranks, shares: list[Share], *, correction: dict[str, Any] | None = None, **kwargs: Any
+    ranks: Ranks, shares: list[RankBatch], *, correction: dict[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
     """`one_update` on what a driver sent to this rank alone."""
     actor = sharded_worker(ranks, **kwargs)

@@ -22,10 +22,10 @@ from verl_mt.workers import actor as actor_module
 from verl_mt.workers import ref as ref_module
 from verl_mt.workers.actor import ActorWorker, UpdateMetrics, against_sampler
 from verl_mt.workers.loss import MicroBatchLoss
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE, Ranks
-from verl_mt.workers.shares import Share
 from verl_mt.workers.trainable import UpdatePlan, _disable_dropout
 
 
@@ -278,7 +278,7 @@ def small_actor(**options):
 
     def compute(share, rows, *, entropy=False):
         asked.append(rows.tolist())
-        found = torch.full((len(share.census), 3), NAN)
+        found = torch.full((len(share.stats), 3), NAN)
         found[rows] = -0.5 * torch.arange(1.0, 4.0)
         return found
 
@@ -287,8 +287,8 @@ def small_actor(**options):
 
 
 def prepared(actor, batch):
-    share = Share.alone(batch)
-    return Share(share.census, actor._prepare(share.rows), share.number_b)
+    share = RankBatch.alone(batch)
+    return RankBatch(share.stats, actor._prepare(share.rows), share.number_b)
 
 
 def test_a_batch_is_prepared_without_changing_it():
@@ -316,8 +316,8 @@ def test_rows_that_move_nothing_pass_only_where_something_else_counts(options, a
     """With a ratio of trajectories all records of one that moves pass."""
     actor, _ = small_actor(**options)
     metrics = UpdateMetrics()
-    census = Share.alone(four_rows()).census
-    assert actor._active_rows(census, metrics).tolist() == active and metrics.num_skipped == skipped
+    stats = RankBatch.alone(four_rows()).stats
+    assert actor._active_rows(stats, metrics).tolist() == active and metrics.num_skipped == skipped
     assert metrics.num_skipped == skipped
 
 
@@ -380,7 +380,7 @@ def test_columns_that_an_update_fills_in_are_on_the_batchs_device(monkeypatch, d
     together = SimpleNamespace(
         together=lambda column, rows: (column, rows.tolist()) == ("made", [0, 1, 2, 3]) and Column()
     )
-    monkeypatch.setattr(actor_module, "share_of", lambda *args: together)
+    monkeypatch.setattr(actor_module, "rank_batch_of", lambda *args: together)
     monkeypatch.setattr(actor_module, "against_sampler", lambda batch, correction: {"rollout/x": 2.0})
     actor.train = lambda share: ({"actor/x": 1.0}, {"filled": "made"})
     batch = TensorDict({"x": torch.zeros(4)}, batch_size=[4], device=device)
@@ -398,7 +398,7 @@ def test_columns_that_an_update_fills_in_are_on_the_batchs_device(monkeypatch, d
 )
 def test_rows_that_need_a_pass_for_their_old_log_probs(mode, lacks):
     actor, _ = small_actor(use_sampler_log_probs=mode)
-    assert actor._lacks_old(Share.alone(four_rows()).census).tolist() == lacks
+    assert actor._lacks_old(RankBatch.alone(four_rows()).stats).tolist() == lacks
 
 
 # The numbers of an update
@@ -446,7 +446,7 @@ def test_numbers_of_all_ranks_are_added_and_what_is_not_finite_is_absent():
 
 def test_the_share_of_tokens_that_pass():
     metrics = UpdateMetrics()
-    metrics.covers(Share.alone(four_rows()).census, torch.tensor([True, False, True, False]))
+    metrics.covers(RankBatch.alone(four_rows()).stats, torch.tensor([True, False, True, False]))
     assert metrics.token_share == pytest.approx(3 / 5)
 
 
@@ -535,13 +535,13 @@ def test_an_offloaded_reference_policy_is_on_the_device_for_its_passes_only(monk
         return torch.ones(1)
 
     monkeypatch.setattr(ref_module, "compute_log_probs", compute)
-    monkeypatch.setattr(Share, "to", lambda share, device: share)
+    monkeypatch.setattr(RankBatch, "to", lambda share, device: share)
     module = Moving().train()
     config = ActorConfig(ppo_max_token_len=70, ppo_micro_batch_size=3)
     ref = RefWorker(module, RefConfig(offload=offload), actor=config, temperature=0.5, device=device)
     assert not module.training and not any(p.requires_grad for p in module.parameters())
     assert ref.device.type == (device or "cpu")
-    share = Share.alone(four_rows())
+    share = RankBatch.alone(four_rows())
     if fails:
         with pytest.raises(KeyError):
             ref.log_probs(share)

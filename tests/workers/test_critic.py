@@ -20,8 +20,8 @@ from verl_mt.modeling.values import ValueModel
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.workers import critic as module
 from verl_mt.workers.critic import _Seen, train_policy_and_critic, update_policy_and_critic, value_metrics
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.sharding import ALONE, Ranks, ShardedCritic
-from verl_mt.workers.shares import Share
 from verl_mt.workers.trainable import UpdatePlan
 
 
@@ -320,7 +320,7 @@ def test_a_rank_without_rows_takes_part_with_a_row_of_its_own_making(by_token, m
     assert worker._forward(three_tokens(), None).tolist() == [[0.5, 0.5]]
     assert worker.module.passes == [([[1, 1]], [[1, 1]], [[False, True]])]
     monkeypatch.setattr(module, "micro_batches", lambda *args, **options: [None])
-    share = Share.alone(three_tokens(**LEARNED))
+    share = RankBatch.alone(three_tokens(**LEARNED))
     assert not worker.values(share).any()
     assert worker.learn(share)["critic/grad_norm"] == 0.0
     assert worker.optimizer.state[worker.module.weight]["step"] == 1, "by a gradient of 0"
@@ -422,7 +422,7 @@ def test_the_last_pass_of_a_critics_update_is_said_to_be_it(by_token, monkeypatc
 def test_a_rank_that_shares_its_rows_counts_nothing(by_token):
     worker = by_token()
     worker.ranks = type("Silent", (Ranks,), {"sum": lambda self, value: value})(1, 2, 2)
-    assert worker.learn(Share.alone(three_tokens(**LEARNED)))["critic/vf_loss"] == 0.0
+    assert worker.learn(RankBatch.alone(three_tokens(**LEARNED)))["critic/vf_loss"] == 0.0
 
 
 def test_a_head_has_the_ranks_of_the_policy_that_it_reads(monkeypatch):

@@ -27,9 +27,9 @@ from verl_mt.workers.loss import (
     tokens_to_leave_out,
     trajectory_ratios,
 )
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE
-from verl_mt.workers.shares import Share
 
 
 def drifted(shift: float):
@@ -232,7 +232,7 @@ def test_every_loss_is_tried():
 
 def test_nothing_is_computed_over_a_mini_batch_where_nothing_is_decided():
     batch = make_batch(REWARDS, records=2)
-    whole = WholeMiniBatch.of(Share.alone(batch), torch.arange(len(batch)), batch[col.ROLLOUT_LOG_PROBS])
+    whole = WholeMiniBatch.of(RankBatch.alone(batch), torch.arange(len(batch)), batch[col.ROLLOUT_LOG_PROBS])
     assert whole.torn
     assert ActorLoss(ActorConfig()).over_mini_batch(whole, batch[col.ROLLOUT_LOG_PROBS]).drift_B is None
 
@@ -254,7 +254,7 @@ def test_a_trajectory_of_real_weighs_by_its_share_of_its_executions_tokens():
     old = batch[col.ROLLOUT_LOG_PROBS].double()
     shift = 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     new = (old + shift).requires_grad_()
-    whole = WholeMiniBatch.of(Share.alone(batch), rows, old, lambda share, rows: new.detach())
+    whole = WholeMiniBatch.of(RankBatch.alone(batch), rows, old, lambda share, rows: new.detach())
     slopes = group_contrast(whole, real_tau=0.5)["slope_B"].double()
     weights = token_weights(mask, execution, mode="seq-mean-token-mean", norm_constant=None)
     (found,) = torch.autograd.grad((weights * slopes[:, None] * torch.where(mask, new - old, 0.0)).sum(), new)
@@ -363,7 +363,7 @@ def whole_of(batch, old, current=None, rows=None, generator=None):
         return torch.where(torch.isin(torch.arange(len(found)), wanted)[:, None], found, NAN)
 
     numbers = torch.arange(len(batch)) if rows is None else torch.tensor(rows, dtype=torch.int64)
-    return WholeMiniBatch.of(Share.alone(batch), numbers, old, compute, generator)
+    return WholeMiniBatch.of(RankBatch.alone(batch), numbers, old, compute, generator)
 
 
 def split_rows(second_record: list[int]):
@@ -406,7 +406,7 @@ def test_a_mini_batch_knows_its_own_rows_only():
     assert torch.equal(whole.old_NT, OLD[[1, 2]])
     assert torch.equal(whole.log_probs(torch.tensor([1])), CURRENT[[2]])
     with pytest.raises(NotImplementedError):
-        WholeMiniBatch.of(whole.share, whole.numbers, OLD).log_probs()
+        WholeMiniBatch.of(whole.rank_batch, whole.numbers, OLD).log_probs()
 
 
 def test_a_part_of_a_mini_batch_has_all_that_is_known_of_its_rows():

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers import micro_batch
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches, split_rows
+from verl_mt.workers.rank_batch import BatchStats, RankBatch
 from verl_mt.workers.sharding import Ranks
-from verl_mt.workers.shares import Census, Share
 
 
 @settings(max_examples=50, deadline=None)
@@ -81,10 +81,10 @@ def test_every_rank_has_as_many_micro_batches_and_dummies_at_the_end(rank, seque
     """The first rank has two rows of four tokens, the second one, the third none. Ranks of one sequence have all rows,
     and take three times the tokens."""
     batch = hand_made([[1, 1, 1, 1]] * 3 + [[1, 0, 0, 0]])
-    census = Census.of(batch)
-    census = replace(census, part_B=torch.tensor([0, 0, 1, 0]) if sequence == 1 else torch.zeros(4, dtype=torch.int64))
+    stats = BatchStats.of(batch)
+    stats = replace(stats, part_B=torch.tensor([0, 0, 1, 0]) if sequence == 1 else torch.zeros(4, dtype=torch.int64))
     owned = torch.tensor([[0, 1, 3], [2], []][rank] if sequence == 1 else [0, 1, 2, 3], dtype=torch.int64)
-    share = Share(census, batch[owned], owned, Ranks(rank, 3, sequence))
+    share = RankBatch(stats, batch[owned], owned, Ranks(rank, 3, sequence))
     found = micro_batches(share, torch.tensor([1, 0, 2]), max_tokens=4 if sequence == 1 else 3, max_rows=None)
     expected = [[0], [1]] if (rank, sequence) == (0, 1) else expected
     assert [None if part is None else part.tolist() for part in found] == expected
@@ -104,7 +104,7 @@ def test_rows_out_of_the_loss_do_not_pass_and_rows_not_asked_for_are_unknown(mon
     batch = hand_made([[0, 1], [0, 0], [0, 1], [1, 1]], input_ids=torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]))
     rows, options = torch.tensor([0, 1, 3]), {"temperature": 0.5, "max_tokens": 99, "max_rows": 1}
     for entropy, factor in ((False, -1), (True, 2)):
-        found = compute_log_probs(torch.nn.Module(), Share.alone(batch), rows, entropy=entropy, **options)
+        found = compute_log_probs(torch.nn.Module(), RankBatch.alone(batch), rows, entropy=entropy, **options)
         expected = torch.tensor([[1.0, 2], [0, 0], [math.nan, math.nan], [7, 8]]) * factor
         torch.testing.assert_close(found, expected, equal_nan=True)
         assert passed == [([[1, 2]], 0.5, entropy, None), ([[7, 8]], 0.5, entropy, None)]
@@ -117,5 +117,5 @@ def test_a_rank_without_rows_takes_part_in_passes_for_log_probs(monkeypatch):
     monkeypatch.setattr(micro_batch, "micro_batches", lambda *args, **limits: [None, None])
     monkeypatch.setattr(micro_batch, "dummy_pass", lambda *args: dummies.append(args))
     batch, module = hand_made([[0, 1]]), torch.nn.Module()
-    found = compute_log_probs(module, Share.alone(batch), torch.tensor([0]), temperature=1.0, max_tokens=9)
+    found = compute_log_probs(module, RankBatch.alone(batch), torch.tensor([0]), temperature=1.0, max_tokens=9)
     assert found.isnan().all() and dummies == [(module, torch.device("cpu"))] * 2

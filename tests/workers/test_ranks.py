@@ -20,10 +20,10 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import EngineError
 from verl_mt.workers import rank_worker
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rank_worker import Packed, RankWorker, cuda_index
 from verl_mt.workers.setup import Placement, WorkerSetup
 from verl_mt.workers.sharding import ALONE, Ranks
-from verl_mt.workers.shares import Share
 from verl_mt.workers.worker_group import Publication
 
 
@@ -190,7 +190,7 @@ def only_for(answers: bool, value):
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_update_of_a_rank(ranks, critic, waits):
     worker, calls = rank_of(ranks, critic=critic, waits=waits)
-    metrics, filled = worker.update(Share.alone(BATCH))
+    metrics, filled = worker.update(RankBatch.alone(BATCH))
     both, learns = ["actor", "critic"] if critic else ["actor"], waits and critic
     expected = [(who, "onload") for who in both] + [("critic", "learn")] * critic + [("actor", "train")] * (not learns)
     assert names(calls) == expected
@@ -203,7 +203,7 @@ def test_an_update_of_a_rank(ranks, critic, waits):
 @VIEWS
 def test_what_a_rank_computes_of_its_rows(ranks):
     worker, calls = rank_of(ranks)
-    share = Share.alone(BATCH)
+    share = RankBatch.alone(BATCH)
     told = [worker.values(share), worker.log_probs(share), worker.ref_log_probs(share)]
     assert told == [only_for(ranks.counts, torch.tensor([5.0]))] * 3
     assert names(calls) == [

@@ -16,9 +16,9 @@ from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.workers.micro_batch import compute_log_probs
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.sharding import ALONE
-from verl_mt.workers.shares import Share
 
 OPTIONS = {
     "token weights": {"rollout_is": "token"},
@@ -51,7 +51,7 @@ def correction(name: str) -> RolloutCorrection:
 
 def own_log_probs(batch, temperature=1.0):
     rows = torch.arange(len(batch))
-    return compute_log_probs(tiny_policy(), Share.alone(batch), rows, temperature=temperature, max_tokens=9999)
+    return compute_log_probs(tiny_policy(), RankBatch.alone(batch), rows, temperature=temperature, max_tokens=9999)
 
 
 def slow_factors(given: dict, train, batch) -> list[list[float]]:

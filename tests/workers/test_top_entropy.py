@@ -13,13 +13,13 @@ from sharded_jobs import one_update
 from verl_mt.algorithms.masked import at_least_quantile
 from verl_mt.data import batch as col
 from verl_mt.workers.micro_batch import compute_log_probs
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.sharding import ALONE
-from verl_mt.workers.shares import Share
 
 
 def entropies(batch):
     rows = torch.arange(len(batch))
-    policy, share = copy.deepcopy(tiny_policy()), Share.alone(batch)
+    policy, share = copy.deepcopy(tiny_policy()), RankBatch.alone(batch)
     return compute_log_probs(policy, share, rows, temperature=1.0, max_tokens=999, entropy=True)
 
 

@@ -16,7 +16,7 @@ from verl_mt.data import batch as col
 from verl_mt.errors import VerlMTError
 from verl_mt.workers import sharded_checkpoint, trainable
 from verl_mt.workers.optimizer import MasterAdamW
-from verl_mt.workers.shares import Share
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.trainable import (
     HostWeights,
     Trainable,
@@ -140,7 +140,7 @@ def test_a_last_mini_batch_of_fewer_prompts_weighs_less(size, rows, mode, expect
     )
     if mode == "seq-mean-token-mean":
         batch[col.LOSS_MASK] = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 1]]).bool()
-    share = Share.alone(batch)
+    share = RankBatch.alone(batch)
     worker = of(ppo_mini_batch_size=size)
     found = worker._token_weights(share, torch.tensor(rows), mode=mode, norm_constant=8.0)
     assert found.dtype == torch.float32

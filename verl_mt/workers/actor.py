@@ -20,9 +20,9 @@ from verl_mt.errors import DataError
 from verl_mt.modeling import lora
 from verl_mt.workers.loss import ActorLoss, MicroBatchLoss, WholeMiniBatch
 from verl_mt.workers.micro_batch import compute_log_probs, micro_batches
+from verl_mt.workers.rank_batch import BatchStats, RankBatch, for_whole, rank_batch_of
 from verl_mt.workers.rollout_correction import RolloutCorrection, with_log_probs
 from verl_mt.workers.sharding import ALONE, Ranks, dummy_pass, expect_backward, model_of, packs, score
-from verl_mt.workers.shares import Census, Share, for_whole, share_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan, num_mini_batches
 
 
@@ -31,9 +31,9 @@ class ActorWorker(Trainable):
 
     The module stays in eval mode: dropout would make the policy that is trained another one than the one that sampled.
 
-    With a sharded module there is one such worker per rank, and what it does is collective: every rank trains on its
-    `Share` of the rows, and returns the same numbers. `update` and `compute_log_probs` take the whole batch, on every
-    rank; `train` and `log_probs` take the share alone.
+    With a sharded module there is one such worker per rank, and its calls are collective: every rank trains on its
+    `RankBatch`, and returns the same numbers. `update` and `compute_log_probs` take the whole batch, on every
+    rank; `train` and `log_probs` take the rank batch alone.
 
     Args:
         module: a Hugging Face causal language model (the local engine decodes with the same object), or a
@@ -99,27 +99,27 @@ class ActorWorker(Trainable):
             VerlMTError: loss or gradient was not finite three times in a row.
         """
         whole = batch.exclude(columns.OLD_LOG_PROBS, columns.CLIPPED, *columns.ID_COLUMNS)
-        share = share_of(whole, self.ranks, self.first_mini_batches)
-        metrics, filled = self.train(share)
+        rank_batch = rank_batch_of(whole, self.ranks, self.first_mini_batches)
+        metrics, filled = self.train(rank_batch)
         everything = torch.arange(len(batch))
         for name, column in filled.items():
-            batch[name] = share.together(column, everything).to(batch.device or "cpu")
+            batch[name] = rank_batch.together(column, everything).to(batch.device or "cpu")
         return metrics | against_sampler(batch, self.loss.correction)
 
-    def train(self, share: Share) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def train(self, rank_batch: RankBatch) -> tuple[dict[str, float], dict[str, Tensor]]:
         """`update` on this rank's rows.
 
         Returns:
             What `update` returns, but for what compares with the sampler (`against_sampler`, of the whole batch); and
             the columns that it fills in [b, T].
         """
-        here = self._prepare(share.rows)
-        share, census = replace(share, rows=here), share.census
+        here = self._prepare(rank_batch.rows)
+        rank_batch, stats = replace(rank_batch, rows=here), rank_batch.stats
         metrics = UpdateMetrics()
-        active_B = self._active_rows(census, metrics)
-        metrics.covers(census, active_B if active_B.any() else census.num_in_loss_B > 0)
-        old_bT = self._old_log_probs(share, active_B)
-        for number, rows in enumerate(self._mini_batches(census.prompt_B)):
+        active_B = self._active_rows(stats, metrics)
+        metrics.covers(stats, active_B if active_B.any() else stats.num_in_loss_B > 0)
+        old_bT = self._old_log_probs(rank_batch, active_B)
+        for number, rows in enumerate(self._mini_batches(stats.prompt_B)):
             metrics.lr = self._set_lr(number)
             active = rows[active_B[rows]]
             if len(active) == 0:
@@ -130,14 +130,14 @@ class ActorWorker(Trainable):
             exactly_one = self.loss.record.kinked and unchanged
             self.optimizer.zero_grad(set_to_none=True)
             loss, seen_bT = self._forward_backward(
-                share, rows, active, self._asked_old(here) if exactly_one else old_bT, metrics
+                rank_batch, rows, active, self._asked_old(here) if exactly_one else old_bT, metrics
             )
             if unchanged:  # these are log-probs of before the first change too
                 before_bT = here[columns.OLD_LOG_PROBS]
                 before_bT.copy_(torch.where(torch.isnan(seen_bT), before_bT, seen_bT))
             metrics.updated(self._step(self.ranks.sum(loss)))
         if not active_B.any():
-            self._measure(share, old_bT, metrics)
+            self._measure(rank_batch, old_bT, metrics)
         self._num_batches += 1
         return metrics.summary(self.ranks), {name: here[name] for name in (columns.OLD_LOG_PROBS, columns.CLIPPED)}
 
@@ -145,9 +145,9 @@ class ActorWorker(Trainable):
         """[B, T] of the current weights where the loss mask is set, 0 elsewhere, on the batch's device."""
         return for_whole(batch, self.ranks, self.log_probs)
 
-    def log_probs(self, share: Share) -> Tensor:
+    def log_probs(self, rank_batch: RankBatch) -> Tensor:
         """`compute_log_probs` of this rank's rows [b, T]."""
-        return self._compute_log_probs(share.to(self.device), torch.arange(len(share.census)))
+        return self._compute_log_probs(rank_batch.to(self.device), torch.arange(len(rank_batch.stats)))
 
     def progress(self) -> dict[str, Any]:
         return {"lora": lora.describe(lora.lora_of(model_of(self.module))), **super().progress()}
@@ -172,28 +172,28 @@ class ActorWorker(Trainable):
         here[columns.ADVANTAGES] = masked_fill_zero(here[columns.ADVANTAGES], here[columns.LOSS_MASK])
         return here
 
-    def _active_rows(self, census: Census, metrics: UpdateMetrics) -> Tensor:
+    def _active_rows(self, stats: BatchStats, metrics: UpdateMetrics) -> Tensor:
         """bool [B]: which rows go through the model."""
-        in_loss_B = census.num_in_loss_B > 0
+        in_loss_B = stats.num_in_loss_B > 0
         terms = self.config.use_kl_loss or self.config.entropy_coeff != 0
         if not self.config.skip_zero_advantage or terms or self.loss.record.moves_without_advantage:
             return in_loss_B
-        moved_B = census.moves_B
+        moved_B = stats.moves_B
         if self.loss.record.by_trajectory:
             # A trajectory's ratio is over all its records, and needs the old log-probs of each.
-            moved_B = torch.isin(census.trajectory_B, census.trajectory_B[moved_B])
+            moved_B = torch.isin(stats.trajectory_B, stats.trajectory_B[moved_B])
         metrics.num_skipped = int((in_loss_B & ~moved_B).sum())
         return in_loss_B & moved_B
 
-    def _old_log_probs(self, share: Share, active_B: Tensor) -> Tensor:
+    def _old_log_probs(self, rank_batch: RankBatch, active_B: Tensor) -> Tensor:
         """[b, T] that ratios are taken to; NaN = the current ones, detached.
 
         What is computed for it goes into the batch's column, which `rollout/logprob_diff_*` are measured from.
         """
-        here, census = share.rows, share.census
+        here, stats = rank_batch.rows, rank_batch.stats
         mini, correction = self.config.ppo_mini_batch_size, self.loss.correction
         whole = correction is not None and correction.needs_batch
-        one_update = self.config.ppo_epochs == 1 and num_mini_batches(len(torch.unique(census.prompt_B)), mini) == 1
+        one_update = self.config.ppo_epochs == 1 and num_mini_batches(len(torch.unique(stats.prompt_B)), mini) == 1
         # With a single update the policy that is updated is the one that would be asked: its log-probs are the old ones
         # to the bit, and a pass is saved. With `never` they are computed all the same, as other libraries do.
         on_policy = one_update and self.config.use_sampler_log_probs != "never"
@@ -202,13 +202,13 @@ class ActorWorker(Trainable):
             return old
         # A correction decides over trajectories and the batch, so it needs the rows that move nothing too. Ratios are
         # nevertheless taken to the current log-probs where the step is on-policy: its own were of another pass.
-        rows = ((active_B | whole) & self._lacks_old(census)).nonzero().squeeze(1)
+        rows = ((active_B | whole) & self._lacks_old(stats)).nonzero().squeeze(1)
         if len(rows):
-            here[columns.OLD_LOG_PROBS] = self._compute_log_probs(share, rows)
+            here[columns.OLD_LOG_PROBS] = self._compute_log_probs(rank_batch, rows)
         if correction is not None and correction.needs_batch:
-            everything = WholeMiniBatch.of(share, torch.arange(len(census)), here[columns.OLD_LOG_PROBS])
+            everything = WholeMiniBatch.of(rank_batch, torch.arange(len(stats)), here[columns.OLD_LOG_PROBS])
             factors = correction.factors(everything.old_NT, everything.batch)
-            here[columns.CORRECTION] = share.back(factors, everything.numbers)
+            here[columns.CORRECTION] = rank_batch.back(factors, everything.numbers)
         if self._interpolates and not on_policy:
             return here[columns.OLD_LOG_PROBS]  # itself: what passes before the first change fills it in
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
@@ -226,17 +226,17 @@ class ActorWorker(Trainable):
         by_sampler = here[columns.SAMPLED] & here[columns.HAS_LOG_PROBS].unsqueeze(1)
         return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
-    def _lacks_old(self, census: Census) -> Tensor:
+    def _lacks_old(self, stats: BatchStats) -> Tensor:
         """bool [B]: rows of the loss with a token whose old log-prob takes a pass of its own."""
-        by_sampler_B = census.num_sampled_B * census.has_log_probs_B
+        by_sampler_B = stats.num_sampled_B * stats.has_log_probs_B
         if self.config.use_sampler_log_probs != "always" and not self._interpolates:
             by_sampler_B = torch.zeros_like(by_sampler_B)
-        return census.num_in_loss_B > by_sampler_B
+        return stats.num_in_loss_B > by_sampler_B
 
-    def _compute_log_probs(self, share: Share, rows: Tensor, *, entropy: bool = False) -> Tensor:
+    def _compute_log_probs(self, rank_batch: RankBatch, rows: Tensor, *, entropy: bool = False) -> Tensor:
         return compute_log_probs(
             self.module,
-            share,
+            rank_batch,
             rows,
             temperature=self._temperature,
             max_tokens=self.config.ppo_max_token_len,
@@ -245,20 +245,20 @@ class ActorWorker(Trainable):
         )
 
     @torch.no_grad()
-    def _measure(self, share: Share, old_bT: Tensor, metrics: UpdateMetrics) -> None:
+    def _measure(self, rank_batch: RankBatch, old_bT: Tensor, metrics: UpdateMetrics) -> None:
         """No row moves the policy: the step's numbers all the same, agreement with the sampler among them."""
-        rows = (share.census.num_in_loss_B > 0).nonzero().squeeze(1)
-        _, seen_bT = self._forward_backward(share, rows, rows, old_bT, metrics)
-        share.rows[columns.OLD_LOG_PROBS].copy_(seen_bT)
+        rows = (rank_batch.stats.num_in_loss_B > 0).nonzero().squeeze(1)
+        _, seen_bT = self._forward_backward(rank_batch, rows, rows, old_bT, metrics)
+        rank_batch.rows[columns.OLD_LOG_PROBS].copy_(seen_bT)
         metrics.grad_norms.append(torch.zeros((), device=self.device))
 
     def _forward_backward(
-        self, share: Share, rows: Tensor, active: Tensor, old_bT: Tensor, metrics: UpdateMetrics
+        self, rank_batch: RankBatch, rows: Tensor, active: Tensor, old_bT: Tensor, metrics: UpdateMetrics
     ) -> tuple[Tensor, Tensor]:
         """Forward and (where gradients are on) backward over the active ones of a mini-batch's rows.
 
         Args:
-            share: this rank's.
+            rank_batch: this rank's.
             rows, active: of the batch.
             old_bT: see `_old_log_probs`.
             metrics: gets the micro-batches'.
@@ -266,19 +266,19 @@ class ActorWorker(Trainable):
         Returns:
             This rank's share of the loss, and the log-probs of its rows [b, T], NaN in those that did not pass.
         """
-        config, here = self.config, share.rows
-        weights_bT = self._token_weights(share, rows, mode=config.aggregation, norm_constant=self._norm_constant)
-        sampled = rows[share.census.num_sampled_B[rows] > 0]
-        whole = WholeMiniBatch.of(share, sampled, old_bT, self._compute_log_probs, self._generator)
+        config, here = self.config, rank_batch.rows
+        weights_bT = self._token_weights(rank_batch, rows, mode=config.aggregation, norm_constant=self._norm_constant)
+        sampled = rows[rank_batch.stats.num_sampled_B[rows] > 0]
+        whole = WholeMiniBatch.of(rank_batch, sampled, old_bT, self._compute_log_probs, self._generator)
         mini = self.loss.over_mini_batch(whole, weights_bT)
         if config.top_entropy_quantile < 1:
-            entropies_bT = self._compute_log_probs(share, rows, entropy=True)
+            entropies_bT = self._compute_log_probs(rank_batch, rows, entropy=True)
             mini = replace(mini, share_BT=self.loss.uncertain(whole, entropies_bT))
         if self._interpolates and metrics.num_updates:
             mini = replace(mini, age_BT=here.get(columns.AGES, torch.zeros_like(old_bT)))
         loss, seen_bT = torch.zeros((), device=self.device), torch.full_like(old_bT, math.nan)
         parts = micro_batches(
-            share,
+            rank_batch,
             active,
             max_tokens=config.ppo_max_token_len,
             max_rows=config.ppo_micro_batch_size,
@@ -379,9 +379,9 @@ class UpdateMetrics:
             self.num_updates += 1
             self.grad_norms.append(grad_norm)
 
-    def covers(self, census: Census, rows_B: Tensor) -> None:
+    def covers(self, stats: BatchStats, rows_B: Tensor) -> None:
         """The rows that go through the model."""
-        self.token_share = (census.num_sampled_B[rows_B].sum() / census.num_sampled_B.sum()).item()
+        self.token_share = (stats.num_sampled_B[rows_B].sum() / stats.num_sampled_B.sum()).item()
 
     def summary(self, ranks: Ranks = ALONE) -> dict[str, float]:
         """Sums are means over the mini-batches that were run; token means are over their tokens; both over all ranks.

@@ -17,8 +17,8 @@ from verl_mt.errors import DataError
 from verl_mt.modeling.values import scatter
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.micro_batch import micro_batches
+from verl_mt.workers.rank_batch import RankBatch, for_whole, rank_batch_of
 from verl_mt.workers.sharding import ShardedCritic, expect_backward, hidden_states, packs, ranks_of
-from verl_mt.workers.shares import Share, for_whole, share_of
 from verl_mt.workers.trainable import Trainable, UpdatePlan
 
 
@@ -55,7 +55,7 @@ class CriticWorker(Trainable):
     """Owns a value model (or a head on the policy's hidden states), its optimizer and its schedule.
 
     With a sharded module there is one such worker per rank; its methods are collective then, as the actor's are:
-    `update` and `compute_values` of a batch that each has whole, `learn` and `values` of each one's `Share`.
+    `update` and `compute_values` of a batch that each has whole, `learn` and `values` of each one's `RankBatch`.
 
     Args:
         module: a `ValueModel`; a `ShardedCritic`; or a `ValueHead`, which reads the last hidden states of `policy`.
@@ -99,13 +99,13 @@ class CriticWorker(Trainable):
         return for_whole(batch, self.ranks, self.values)
 
     @torch.no_grad()
-    def values(self, share: Share) -> Tensor:
+    def values(self, rank_batch: RankBatch) -> Tensor:
         """`compute_values` of this rank's rows [b, T]."""
-        share = share.to(self.device)
-        mask_bT = share.rows[columns.LOSS_MASK]
+        rank_batch = rank_batch.to(self.device)
+        mask_bT = rank_batch.rows[columns.LOSS_MASK]
         values_bT = torch.zeros(mask_bT.shape, device=self.device)
-        for part in self._micro_batches(share, (share.census.num_in_loss_B > 0).nonzero().flatten()):
-            found_BT = self._forward(share.rows, part)
+        for part in self._micro_batches(rank_batch, (rank_batch.stats.num_in_loss_B > 0).nonzero().flatten()):
+            found_BT = self._forward(rank_batch.rows, part)
             if part is not None:
                 values_bT[part] = found_BT.float()
         return masked_fill_zero(values_bT, mask_bT)
@@ -126,36 +126,36 @@ class CriticWorker(Trainable):
             DataError: a column is missing.
             VerlMTError: loss or gradient was not finite three times in a row.
         """
-        share = share_of(batch.exclude(*columns.ID_COLUMNS), self.ranks, self.first_mini_batches)
-        return self.learn(share) | value_metrics(batch)
+        rank_batch = rank_batch_of(batch.exclude(*columns.ID_COLUMNS), self.ranks, self.first_mini_batches)
+        return self.learn(rank_batch) | value_metrics(batch)
 
-    def learn(self, share: Share) -> dict[str, float]:
+    def learn(self, rank_batch: RankBatch) -> dict[str, float]:
         """`update` on this rank's rows. Returns what `update` does, but for what tells of the values themselves
         (`value_metrics`, of the whole batch)."""
         names = (columns.VALUES, columns.RETURNS)
-        missing = [name for name in names if name not in share.rows.keys()]  # noqa: SIM118 - iterates over its rows
+        missing = [name for name in names if name not in rank_batch.rows.keys()]  # noqa: SIM118 - iterates over its rows
         if missing:
             raise DataError(f"the batch has no column {', '.join(missing)}; compute values and advantages first")
-        share = share.to(self.device)
+        rank_batch = rank_batch.to(self.device)
         seen = _Seen()
-        for mini, rows in enumerate(self._mini_batches(share.census.prompt_B)):
+        for mini, rows in enumerate(self._mini_batches(rank_batch.stats.prompt_B)):
             seen.lr = self._set_lr(mini)
-            self._update_once(share, rows, seen)
+            self._update_once(rank_batch, rows, seen)
         self._num_batches += 1
         return seen.metrics()
 
-    def _update_once(self, share: Share, rows: Tensor, seen: _Seen) -> None:
+    def _update_once(self, rank_batch: RankBatch, rows: Tensor, seen: _Seen) -> None:
         """One mini-batch, one optimizer step."""
-        here, num_in_loss = share.rows, share.census.num_in_loss_B[rows]
+        here, num_in_loss = rank_batch.rows, rank_batch.stats.num_in_loss_B[rows]
         active = rows[num_in_loss > 0]
         if len(active) == 0:
             return
         self.optimizer.zero_grad(set_to_none=True)
         mode = self.config.loss_agg_mode or "token-mean"
-        weights_bT = self._token_weights(share, rows, mode=mode, norm_constant=self._schedule.norm_constant)
+        weights_bT = self._token_weights(rank_batch, rows, mode=mode, norm_constant=self._schedule.norm_constant)
         total = torch.zeros(2, device=self.device)
         with self._training_mode():
-            parts = self._micro_batches(share, active)
+            parts = self._micro_batches(rank_batch, active)
             for number, part in enumerate(parts):
                 expect_backward(self.module, last=number == len(parts) - 1)
                 values_BT = self._forward(here, part)
@@ -178,10 +178,10 @@ class CriticWorker(Trainable):
         loss, num_clipped = self.ranks.sum(total)
         seen.add(loss, num_clipped, num_in_loss.sum().to(loss.device), self._step(loss))
 
-    def _micro_batches(self, share: Share, rows: Tensor) -> list[Tensor | None]:
+    def _micro_batches(self, rank_batch: RankBatch, rows: Tensor) -> list[Tensor | None]:
         """This rank's; None = take part in a pass of the others."""
         return micro_batches(
-            share,
+            rank_batch,
             rows,
             max_tokens=self.config.ppo_max_token_len or 1,
             max_rows=self.config.ppo_micro_batch_size,
@@ -267,13 +267,13 @@ def update_policy_and_critic(actor: ActorWorker, critic: CriticWorker | None, ba
 
 
 def train_policy_and_critic(
-    actor: ActorWorker, critic: CriticWorker | None, share: Share
+    actor: ActorWorker, critic: CriticWorker | None, rank_batch: RankBatch
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The same on this rank's rows: what each of them can tell, and the columns that the policy's update filled in."""
     if critic is None:
-        return actor.train(share)
-    metrics = critic.learn(share)
+        return actor.train(rank_batch)
+    metrics = critic.learn(rank_batch)
     if critic.policy_waits:
         return metrics, {}
-    more, filled = actor.train(share)
+    more, filled = actor.train(rank_batch)
     return metrics | more, filled

@@ -29,8 +29,8 @@ from verl_mt.data import batch as columns
 from verl_mt.errors import ConfigError, UserCodeError, error_text
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.plugins import load_object
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rollout_correction import RolloutCorrection, with_log_probs
-from verl_mt.workers.shares import Share
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """(log_probs, old_log_probs, advantages, mask), [B, T] each -> (loss [B, T], 0 outside of the mask; means to log)."""
@@ -46,28 +46,28 @@ class WholeMiniBatch:
     memory, when they are first looked at: what reads them is collective.
     """
 
-    share: Share
+    rank_batch: RankBatch
     """This rank's."""
     numbers: Tensor
     """int64 [N], which rows of the batch they are."""
     old_bT: Tensor
     """Of this rank's rows: the log-probs that ratios are taken to; NaN = the current ones."""
-    compute: Callable[[Share, Tensor], Tensor]
-    """(share, rows of the batch) -> log-probs [b, T] of the current weights."""
+    compute: Callable[[RankBatch, Tensor], Tensor]
+    """(rank_batch, rows of the batch) -> log-probs [b, T] of the current weights."""
     generator: torch.Generator | None
     """For what is drawn; on the CPU."""
 
     @classmethod
     def of(
         cls,
-        share: Share,
+        rank_batch: RankBatch,
         numbers: Tensor,
         old_bT: Tensor,
-        compute: Callable[[Share, Tensor], Tensor] | None = None,
+        compute: Callable[[RankBatch, Tensor], Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> WholeMiniBatch:
         """Without `compute` nothing may ask for log-probs."""
-        return cls(share, numbers, old_bT, compute or _no_log_probs, generator)
+        return cls(rank_batch, numbers, old_bT, compute or _no_log_probs, generator)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -75,15 +75,15 @@ class WholeMiniBatch:
     @property
     def torn(self) -> bool:
         """Whether a trajectory has several of the rows."""
-        owners = self.share.census.trajectory_B[self.numbers]
+        owners = self.rank_batch.stats.trajectory_B[self.numbers]
         return len(torch.unique(owners)) < len(owners)
 
     @cached_property
     def batch(self) -> TensorDict:
         """The columns that decisions read."""
-        share = self.share
-        known = [name for name in _DECIDED_FROM if name in share.rows.keys()]  # noqa: SIM118 - iterates over its rows
-        found = {name: share.together(share.rows[name], self.numbers) for name in known}
+        rank_batch = self.rank_batch
+        known = [name for name in _DECIDED_FROM if name in rank_batch.rows.keys()]  # noqa: SIM118 - iterates over its rows
+        found = {name: rank_batch.together(rank_batch.rows[name], self.numbers) for name in known}
         return TensorDict(found, batch_size=[len(self)])
 
     @cached_property
@@ -94,12 +94,12 @@ class WholeMiniBatch:
     @cached_property
     def old_NT(self) -> Tensor:
         """Log-probs that ratios are taken to; NaN = the current ones."""
-        return self.share.together(self.old_bT, self.numbers)
+        return self.rank_batch.together(self.old_bT, self.numbers)
 
     def log_probs(self, rows: Tensor | None = None) -> Tensor:
         """[N, T] of the current weights, or of some of the rows; a forward pass over them."""
         numbers = self.numbers if rows is None else self.numbers[rows.cpu()]
-        return self.share.together(self.compute(self.share, numbers), numbers)
+        return self.rank_batch.together(self.compute(self.rank_batch, numbers), numbers)
 
 
 _DECIDED_FROM = (
@@ -108,7 +108,7 @@ _DECIDED_FROM = (
 )  # fmt: skip
 
 
-def _no_log_probs(share: Share, rows: Tensor) -> Tensor:
+def _no_log_probs(rank_batch: RankBatch, rows: Tensor) -> Tensor:
     raise NotImplementedError("log-probs of the current weights were not offered")
 
 
@@ -188,11 +188,11 @@ class ActorLoss:
             whole: its rows.
             weights_BT: of the tokens of this rank's rows, 0 outside of the mini-batch.
         """
-        arguments, drift_N, share = self._over_mini_batch(whole), None, whole.share
+        arguments, drift_N, rank_batch = self._over_mini_batch(whole), None, whole.rank_batch
         if self.correction is not None and self.correction.masks_sequences and whole.torn:
             drift_N = split_ratios(whole, with_log_probs(whole.batch), whole.batch[columns.ROLLOUT_LOG_PROBS])
-        drift_B = None if drift_N is None else share.back(drift_N, whole.numbers)
-        own = {name: share.back(value, whole.numbers) for name, value in arguments.items()}
+        drift_B = None if drift_N is None else rank_batch.back(drift_N, whole.numbers)
+        own = {name: rank_batch.back(value, whole.numbers) for name, value in arguments.items()}
         return MiniBatch(weights_BT, drift_B, own)
 
     def of_micro_batch(self, output: LogProbs, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> MicroBatchLoss:
@@ -246,7 +246,7 @@ class ActorLoss:
             whole: the mini-batch.
             entropies_bT: of the current weights, in its rows.
         """
-        entropies_NT = whole.share.together(entropies_bT, whole.numbers)
+        entropies_NT = whole.rank_batch.together(entropies_bT, whole.numbers)
         high_NT = at_least_quantile(entropies_NT, whole.sampled_NT, 1 - self._config.top_entropy_quantile)
         factor_NT = high_NT.float()
         if self.record.by_trajectory:
@@ -254,7 +254,7 @@ class ActorLoss:
             all_K, place_N = tokens_per_trajectory(whole.sampled_NT, trajectory_N)
             high_K, _ = tokens_per_trajectory(high_NT, trajectory_N)
             factor_NT = (high_K / all_K.clamp(min=1))[place_N].unsqueeze(1).expand_as(entropies_NT)
-        return whole.share.back(factor_NT, whole.numbers)
+        return whole.rank_batch.back(factor_NT, whole.numbers)
 
     def slope_where_known(self, micro: TensorDict, mini: MiniBatch, old_BT: Tensor) -> Tensor | None:
         """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from verl_mt.data import batch as columns
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.sharding import dummy_pass, packs, score
-from verl_mt.workers.shares import Share
 
 
 def split_rows(
@@ -45,25 +45,25 @@ def split_rows(
 
 
 def micro_batches(
-    share: Share, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
+    rank_batch: RankBatch, rows: Tensor, *, max_tokens: int, max_rows: int | None, packed: bool = False
 ) -> list[Tensor | None]:
-    """Micro-batches of those of the batch's `rows` that this rank has, by their places in its share. Every rank gets as
+    """Micro-batches of those of the batch's `rows` that this rank has, by their places in its rows. Every rank gets as
     many, because a pass is collective: None = a dummy.
 
     `max_tokens` are those of one rank: ranks that share sequences take as many times more.
     """
-    census, ranks = share.census, share.ranks
+    stats, ranks = rank_batch.stats, rank_batch.ranks
     limits: dict[str, Any] = {"max_tokens": max_tokens * ranks.sequence, "max_rows": max_rows, "packed": packed}
-    sizes = (census.num_tokens_B, census.prompt_B)
-    parts = [split_rows(*sizes, rows[census.part_B[rows] == part], **limits) for part in range(ranks.num_parts)]
-    own = [share.own(part) for part in parts[ranks.part]]
+    sizes = (stats.num_tokens_B, stats.prompt_B)
+    parts = [split_rows(*sizes, rows[stats.part_B[rows] == part], **limits) for part in range(ranks.num_parts)]
+    own = [rank_batch.own(part) for part in parts[ranks.part]]
     return [*own, *[None] * (max(map(len, parts)) - len(own))]
 
 
 @torch.no_grad()
 def compute_log_probs(
     module: nn.Module,
-    share: Share,
+    rank_batch: RankBatch,
     rows: Tensor,
     *,
     temperature: float,
@@ -72,17 +72,17 @@ def compute_log_probs(
     entropy: bool = False,
 ) -> Tensor:
     """Log-probs of the tokens in the loss mask, or the entropies of what they were drawn from: float32 [b, T], 0 at
-    other positions, NaN in rows of the share that are not in `rows`.
+    other positions, NaN in rows of the rank batch that are not in `rows`.
 
     Collective where the module is sharded: every rank gives the same rows of the batch and gets the result for its own.
     """
-    batch = share.rows
+    batch = rank_batch.rows
     mask = batch[columns.LOSS_MASK]
     result = torch.full(mask.shape, float("nan"), device=mask.device)
-    in_loss = share.census.num_in_loss_B[rows] > 0
-    result[share.own(rows[~in_loss])] = 0.0
+    in_loss = rank_batch.stats.num_in_loss_B[rows] > 0
+    result[rank_batch.own(rows[~in_loss])] = 0.0
     limits: dict[str, Any] = {"max_tokens": max_tokens, "max_rows": max_rows, "packed": packs(module)}
-    for part in micro_batches(share, rows[in_loss], **limits):
+    for part in micro_batches(rank_batch, rows[in_loss], **limits):
         if part is None:
             dummy_pass(module, mask.device)
             continue

@@ -27,11 +27,11 @@ from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.cores import cores_per_worker
 from verl_mt.workers.critic import CriticWorker, train_policy_and_critic
 from verl_mt.workers.process import prepare_torch
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, model_of, whole
-from verl_mt.workers.shares import Share
 from verl_mt.workers.state import all_weights, count_parameters
 from verl_mt.workers.trainable import offload, onload
 from verl_mt.workers.worker_group import Publication, load_workers_state
@@ -133,28 +133,28 @@ class RankWorker:
         """See `Trainable.first_mini_batches`; of the policy."""
         return self._once(self.actor.first_mini_batches(prompt_B))
 
-    def update(self, share: Share) -> tuple[dict[str, float] | None, dict[str, Tensor] | None]:
+    def update(self, rank_batch: RankBatch) -> tuple[dict[str, float] | None, dict[str, Tensor] | None]:
         """Metrics, and the columns that the update filled in: none where only the critic learned."""
         onload(self.actor, self.critic)
-        metrics, filled = train_policy_and_critic(self.actor, self.critic, self._mine(share))
+        metrics, filled = train_policy_and_critic(self.actor, self.critic, self._mine(rank_batch))
         return self._once(metrics), self._of_part({name: column.cpu() for name, column in filled.items()})
 
-    def values(self, share: Share) -> Tensor | None:
+    def values(self, rank_batch: RankBatch) -> Tensor | None:
         """By the critic."""
         assert self.critic is not None
         onload(self.actor, self.critic)
-        return self._of_part(self.critic.values(self._mine(share)).cpu())
+        return self._of_part(self.critic.values(self._mine(rank_batch)).cpu())
 
-    def log_probs(self, share: Share) -> Tensor | None:
+    def log_probs(self, rank_batch: RankBatch) -> Tensor | None:
         """By the current policy."""
         self.actor.onload()
-        return self._of_part(self.actor.log_probs(self._mine(share)).cpu())
+        return self._of_part(self.actor.log_probs(self._mine(rank_batch)).cpu())
 
-    def ref_log_probs(self, share: Share) -> Tensor | None:
+    def ref_log_probs(self, rank_batch: RankBatch) -> Tensor | None:
         """By the reference policy."""
         assert self.ref is not None
         self.actor.onload()  # whose adapters may be all that the two differ in
-        return self._of_part(self.ref.log_probs(self._mine(share)).cpu())
+        return self._of_part(self.ref.log_probs(self._mine(rank_batch)).cpu())
 
     def give_back_memory(self) -> None:
         """To the device, what its allocator holds in reserve."""
@@ -268,9 +268,9 @@ class RankWorker:
     def _once(self, value: Any) -> Any:
         return value if self._ranks.rank == 0 else None
 
-    def _mine(self, share: Share) -> Share:
+    def _mine(self, rank_batch: RankBatch) -> RankBatch:
         """As this one of the ranks that have it sees it."""
-        return replace(share, ranks=self._ranks)
+        return replace(rank_batch, ranks=self._ranks)
 
     def _of_part(self, value: Any) -> Any:
         """What the first of the ranks that share rows returns for them."""

@@ -31,6 +31,7 @@ from verl_mt.modeling.lora import Adapter
 from verl_mt.workers.actor import against_sampler
 from verl_mt.workers.critic import value_metrics
 from verl_mt.workers.engine_hosts import RayHost, how_it_ended
+from verl_mt.workers.rank_batch import RankBatch, assemble, deal
 from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ray_cluster import (
     bundle,
@@ -43,7 +44,6 @@ from verl_mt.workers.ray_cluster import (
 )
 from verl_mt.workers.setup import WorkerSetup, load_policy
 from verl_mt.workers.sharded_checkpoint import has_shards
-from verl_mt.workers.shares import Share, assemble, deal
 from verl_mt.workers.worker_group import Publication, WorkerGroup
 
 _PLACEMENT_TIMEOUT_S = 120.0
@@ -324,7 +324,7 @@ class RayWorkerGroup(WorkerGroup):
                 yield name, packed.tensor()
             refs = upcoming
 
-    def _shares(self, batch: TensorDict, *, for_update: bool = False) -> list[Share]:
+    def _shares(self, batch: TensorDict, *, for_update: bool = False) -> list[RankBatch]:
         """What each part of the ranks gets of a batch."""
         mini_batches: list[Tensor] = []
         size = self._setup.config.actor.ppo_mini_batch_size
@@ -337,10 +337,10 @@ class RayWorkerGroup(WorkerGroup):
         shares = self._shares(batch)
         return assemble(batch, shares, self._of_shares(method, shares, doing))
 
-    def _of_shares(self, method: str, shares: list[Share], doing: str) -> list[Any]:
+    def _of_shares(self, method: str, shares: list[RankBatch], doing: str) -> list[Any]:
         """What each part returns for its rows."""
         # Once into the object store for all ranks that share rows.
-        refs = [ray.put(share) for share in shares]
+        refs = [ray.put(rank_batch) for rank_batch in shares]
         sequence = self._setup.ranks(0).sequence
         per_rank = [(refs[rank // sequence],) for rank in range(len(self._workers))]
         return self._wait(self._begin(method, each=per_rank), doing)[::sequence]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from verl_mt.config.actor import ActorConfig, RefConfig
 from verl_mt.modeling.lora import adapters_off, lora_of
 from verl_mt.workers.micro_batch import compute_log_probs
+from verl_mt.workers.rank_batch import RankBatch, for_whole
 from verl_mt.workers.sharding import ALONE, model_of, ranks_of
-from verl_mt.workers.shares import Share, for_whole
 
 
 class RefWorker:
@@ -54,7 +54,7 @@ class RefWorker:
         """[B, T] where the loss mask is set, 0 elsewhere, on the batch's device."""
         return for_whole(batch, ranks_of(self.module), self.log_probs)
 
-    def log_probs(self, share: Share) -> Tensor:
+    def log_probs(self, rank_batch: RankBatch) -> Tensor:
         """[b, T] of this rank's rows."""
         if self._moves:
             self.module.to(self.device)
@@ -62,8 +62,8 @@ class RefWorker:
             with adapters_off(model_of(self.module)):
                 log_probs = compute_log_probs(
                     self.module,
-                    share.to(self.device),
-                    torch.arange(len(share.census)),
+                    rank_batch.to(self.device),
+                    torch.arange(len(rank_batch.stats)),
                     temperature=self._temperature,
                     max_tokens=self._max_tokens,
                     max_rows=self._max_rows,

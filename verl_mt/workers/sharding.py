@@ -1,7 +1,7 @@
 """The processes (ranks) that train one policy together: how they share a batch, and how the policy is spread over them.
 
-Every rank has its own rows of a batch, and a few numbers of all rows (shares.py). What is exchanged is gradients, a few
-numbers, and where a loss decides over a mini-batch what it decides from.
+Every rank has its own rows of a batch, and a few numbers of all rows (rank_batch.py). Ranks exchange gradients, a few
+numbers, and the tensors from which a loss decides over a mini-batch.
 
 Parameters, gradients and optimizer state are spread with FSDP2 (`fully_shard`).
 Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are

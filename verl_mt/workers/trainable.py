@@ -18,8 +18,8 @@ from verl_mt.config.actor import OptimConfig
 from verl_mt.data import batch as columns
 from verl_mt.errors import VerlMTError
 from verl_mt.workers.optimizer import build_adamw, lr_factor, warmup_steps_of
+from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.sharding import model_of, ranks_of, whole
-from verl_mt.workers.shares import Share
 from verl_mt.workers.state import copy_into, live_tensors
 
 _log = logging.getLogger(__name__)
@@ -177,24 +177,24 @@ class Trainable:
         for chosen in prompts.split(size):
             yield torch.isin(prompt_B, chosen).nonzero().squeeze(1)
 
-    def _token_weights(self, share: Share, rows: Tensor, *, mode: str, norm_constant: float | None) -> Tensor:
+    def _token_weights(self, rank_batch: RankBatch, rows: Tensor, *, mode: str, norm_constant: float | None) -> Tensor:
         """float32 [b, T]: the weight of each token in the loss of a mini-batch; 0 outside of it.
 
         The last mini-batch may have fewer prompts than the others. Its loss is then scaled by their share of a full
         one: a mean over fewer prompts would make each of them weigh more.
 
         Args:
-            share: this rank's.
+            rank_batch: this rank's.
             rows: of the batch, those of the mini-batch.
             mode, norm_constant: see `row_weights`.
         """
-        census = share.census
-        num_in_loss, weighed = census.num_in_loss_B[rows], census.weighed_B[rows]
+        stats = rank_batch.stats
+        num_in_loss, weighed = stats.num_in_loss_B[rows], stats.weighed_B[rows]
         weights = row_weights(num_in_loss, weighed, mode=mode, norm_constant=norm_constant)
-        size, num_prompts = self._plan.ppo_mini_batch_size, len(torch.unique(census.prompt_B))
+        size, num_prompts = self._plan.ppo_mini_batch_size, len(torch.unique(stats.prompt_B))
         if size is not None and num_prompts > size:  # else one mini-batch, whatever it lost on the way
-            weights = weights * min(1.0, len(torch.unique(census.prompt_B[rows])) / size)
-        return share.rows[columns.LOSS_MASK].float() * share.back(weights, rows).unsqueeze(1)
+            weights = weights * min(1.0, len(torch.unique(stats.prompt_B[rows])) / size)
+        return rank_batch.rows[columns.LOSS_MASK].float() * rank_batch.back(weights, rows).unsqueeze(1)
 
     def _step(self, loss: Tensor) -> Tensor | None:
         """Clip and step; or drop a gradient that is not finite. Returns the gradient's norm; None if it was dropped.

@@ -89,8 +89,8 @@ class WorkerGroup(abc.ABC):
         """Device memory that training holds in reserve goes back to the device, where the engine needs it."""
 
     def offload(self) -> None:  # noqa: B027 - there may be no place to put them
-        """Before a rollout: with `actor.param_offload` the weights leave the device, until something needs them. Whoever
-        gave weights to engines, or wrote them, has to say so."""
+        """Offload weights before a rollout (`actor.param_offload`), until something needs them. Call it as well after
+        weights were published or written."""
 
     @abc.abstractmethod
     def full_state(self) -> Iterator[tuple[str, Tensor]]:

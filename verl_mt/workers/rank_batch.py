@@ -1,8 +1,8 @@
 """Which rows of a rollout batch a rank has, and what it knows of the others.
 
-A rank has the tokens of its own rows alone, and a few numbers of every row (`Census`). Shuffles, denominators, which
-rows are skipped and how many passes there are are functions of the census, which every rank works out for itself. What
-a loss decides from the tokens of other ranks' rows as well is gathered in CPU memory when it is asked for (`together`).
+A rank has the tokens of its own rows, and a few numbers of every row (`BatchStats`). Each rank computes shuffles,
+denominators, skipped rows and the number of passes from these numbers. What a loss decides from the tokens of other
+ranks' rows is gathered in CPU memory on request (`together`).
 
 Shape suffixes here and in the workers: `B` rows of the whole batch, `b` of this rank, `T` tokens of its longest row.
 """
@@ -21,7 +21,7 @@ from verl_mt.workers.sharding import ALONE, Ranks
 
 
 @dataclass(frozen=True)
-class Census:
+class BatchStats:
     """A few numbers of every row of a batch, on the CPU."""
 
     width: int
@@ -41,7 +41,7 @@ class Census:
     """Who has the row: the ranks of this part."""
 
     @classmethod
-    def of(cls, batch: TensorDict) -> Census:
+    def of(cls, batch: TensorDict) -> BatchStats:
         """Of a batch that one part has whole. A critic's need not say what was sampled: then all of the loss was."""
         in_loss_BT = batch[columns.LOSS_MASK]
         sampled_BT = in_loss_BT & batch.get(columns.SAMPLED, in_loss_BT)
@@ -63,7 +63,7 @@ class Census:
     def __len__(self) -> int:
         return len(self.part_B)
 
-    def dealt(self, ranks: Ranks, kind_B: Tensor) -> Census:
+    def dealt(self, ranks: Ranks, kind_B: Tensor) -> BatchStats:
         """With every row given to a part, so that each has about as many tokens of each kind of row.
 
         Args:
@@ -75,7 +75,7 @@ class Census:
         for kind in torch.unique(kind_B):
             rows = (kind_B == kind).nonzero().squeeze(1)
             shares = ranks.shares(self.num_tokens_B[rows].tolist())
-            # Who got least so far gets the largest share.
+            # Who got least so far gets the largest rank_batch.
             costs = [int(self.num_tokens_B[rows[share]].sum()) for share in shares]
             largest_first = sorted(range(len(shares)), key=lambda k: (-costs[k], k))
             least_first = sorted(range(len(shares)), key=lambda part: (load[part], part))
@@ -86,10 +86,10 @@ class Census:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """A batch as one rank has it."""
 
-    census: Census
+    stats: BatchStats
     rows: TensorDict
     """Its own rows [b], in the batch's order; without the padding that all of them have."""
     number_b: Tensor
@@ -97,17 +97,17 @@ class Share:
     ranks: Ranks = ALONE
 
     @classmethod
-    def alone(cls, batch: TensorDict) -> Share:
+    def alone(cls, batch: TensorDict) -> RankBatch:
         """Of a rank that has all rows."""
-        return cls(Census.of(batch), batch, torch.arange(len(batch)))
+        return cls(BatchStats.of(batch), batch, torch.arange(len(batch)))
 
-    def to(self, device: torch.device) -> Share:
+    def to(self, device: torch.device) -> RankBatch:
         """With its rows there."""
         return replace(self, rows=self.rows.to(device))
 
     def own(self, rows: Tensor) -> Tensor:
         """Where this rank has them: the places in `rows`, on its device, of those of the batch's rows that it has."""
-        place_B = torch.full((len(self.census),), -1)
+        place_B = torch.full((len(self.stats),), -1)
         place_B[self.number_b] = torch.arange(len(self.number_b))
         places = place_B[rows]
         return places[places >= 0].to(self.rows[columns.LOSS_MASK].device)
@@ -123,10 +123,10 @@ class Share:
         if self.ranks.size == 1:
             return values[rows.to(values.device)]
         kept = torch.uint8 if values.dtype == torch.bool else values.dtype
-        everyone = torch.zeros(len(rows), *_widened(values, self.census.width), dtype=kept)
+        everyone = torch.zeros(len(rows), *_widened(values, self.stats.width), dtype=kept)
         if self.ranks.counts:
             here = torch.isin(rows, self.number_b)
-            everyone[here] = _fitted(values[self.own(rows)].to("cpu", kept), self.census.width)
+            everyone[here] = _fitted(values[self.own(rows)].to("cpu", kept), self.stats.width)
         return self.ranks.sum(everyone).to(values.dtype)
 
     def back(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ def _fitted(values: Tensor, width: int) -> Tensor:
     return torch.cat([values, padding], 1)
 
 
-def deal(batch: TensorDict, ranks: Ranks, mini_batches: Sequence[Tensor] = ()) -> list[Share]:
-    """Each part's share of a batch.
+def deal(batch: TensorDict, ranks: Ranks, mini_batches: Sequence[Tensor] = ()) -> list[RankBatch]:
+    """Each part's rank batch.
 
     Args:
         batch: made by `build_batch`; of all columns that workers read.
@@ -164,29 +164,29 @@ def deal(batch: TensorDict, ranks: Ranks, mini_batches: Sequence[Tensor] = ()) -
         mini_batches: rows of the mini-batches of the first epoch. In each every part has about as many tokens to pass;
             later epochs, with other mini-batches, are less even. None = there is one.
     """
-    census = Census.of(batch)
+    stats = BatchStats.of(batch)
     kind_B = torch.zeros(len(batch), dtype=torch.int64)
     for number, rows in enumerate(mini_batches):
         kind_B[rows] = number
     # Rows out of the loss never pass, and those without an advantage may be left out.
-    kind_B = 3 * kind_B + (census.num_in_loss_B > 0).long() + census.moves_B.long()
-    census = census.dealt(ranks, kind_B)
+    kind_B = 3 * kind_B + (stats.num_in_loss_B > 0).long() + stats.moves_B.long()
+    stats = stats.dealt(ranks, kind_B)
     shares = []
     for part in range(ranks.num_parts):
-        number_b = (census.part_B == part).nonzero().squeeze(1)
-        width = int(census.num_tokens_B[number_b].max()) if len(number_b) else 1
+        number_b = (stats.part_B == part).nonzero().squeeze(1)
+        width = int(stats.num_tokens_B[number_b].max()) if len(number_b) else 1
         rows = batch[number_b]
         for name, column in [*rows.items()]:
             if isinstance(column, Tensor) and column.ndim > 1:
                 rows[name] = column[:, :width].contiguous()
-        shares.append(Share(census, rows, number_b, ranks))
+        shares.append(RankBatch(stats, rows, number_b, ranks))
     return shares
 
 
-def share_of(
+def rank_batch_of(
     batch: TensorDict, ranks: Ranks, mini_batches: Callable[[Tensor], Sequence[Tensor]] | None = None
-) -> Share:
-    """This rank's share of a batch that every rank has whole.
+) -> RankBatch:
+    """This rank's rows of a batch that every rank has whole.
 
     Args:
         batch: the same on every rank.
@@ -194,12 +194,12 @@ def share_of(
         mini_batches: prompts of all rows [B] -> rows of the mini-batches of the first epoch.
     """
     if ranks.size == 1:
-        return Share.alone(batch)
+        return RankBatch.alone(batch)
     rows = () if mini_batches is None else mini_batches(batch[columns.PROMPT_INDEX].cpu())
     return replace(deal(batch.to("cpu"), ranks, rows)[ranks.part], ranks=ranks)
 
 
-def for_whole(batch: TensorDict, ranks: Ranks, compute: Callable[[Share], Tensor]) -> Tensor:
+def for_whole(batch: TensorDict, ranks: Ranks, compute: Callable[[RankBatch], Tensor]) -> Tensor:
     """A column [B, T] on the batch's device, where every rank has the batch whole and wants all of the result.
 
     Args:
@@ -207,15 +207,15 @@ def for_whole(batch: TensorDict, ranks: Ranks, compute: Callable[[Share], Tensor
         ranks: the group.
         compute: what it is for a rank's rows [b, T].
     """
-    share = share_of(batch, ranks)
-    found = compute(share)
-    return share.together(found, torch.arange(len(batch))).to(batch.device or "cpu")
+    rank_batch = rank_batch_of(batch, ranks)
+    found = compute(rank_batch)
+    return rank_batch.together(found, torch.arange(len(batch))).to(batch.device or "cpu")
 
 
-def assemble(batch: TensorDict, shares: Sequence[Share], found: Sequence[Tensor]) -> Tensor:
+def assemble(batch: TensorDict, shares: Sequence[RankBatch], found: Sequence[Tensor]) -> Tensor:
     """One column [B, T] of what each part found [b, t] for its rows; padded as in `together`."""
     shape = batch[columns.LOSS_MASK].shape
     column = torch.empty(shape, dtype=found[0].dtype)
-    for share, values in zip(shares, found):
-        column[share.number_b] = _fitted(values.cpu(), shape[1])
+    for rank_batch, values in zip(shares, found):
+        column[rank_batch.number_b] = _fitted(values.cpu(), shape[1])
     return column

@@ -14,10 +14,10 @@ from tables import one_of_each
 from tensordict import TensorDict
 
 from verl_mt.data import batch as col
-from verl_mt.workers import shares as module
+from verl_mt.workers import rank_batch as module
 from verl_mt.workers.actor import against_sampler
+from verl_mt.workers.rank_batch import BatchStats, RankBatch, assemble, deal, for_whole, rank_batch_of
 from verl_mt.workers.sharding import ALONE, Ranks
-from verl_mt.workers.shares import Census, Share, assemble, deal, for_whole, share_of
 
 MINI_BATCHES = {"ppo_mini_batch_size": 2, "ppo_epochs": 2, "lr": 1e-3}
 DECIDED_OVER_A_MINI_BATCH = {
@@ -55,7 +55,7 @@ def test_every_row_has_one_owner_and_columns_come_back_whole(groups, size, seed)
         whole = assemble(batch, shares, [share.rows[name] for share in shares])
         assert torch.equal(whole[batch[col.ATTENTION_MASK]], batch[name][batch[col.ATTENTION_MASK]])
     for part, share in enumerate(shares):
-        assert share.number_b.tolist() == (share.census.part_B == part).nonzero().squeeze(1).tolist()
+        assert share.number_b.tolist() == (share.stats.part_B == part).nonzero().squeeze(1).tolist()
         real = share.rows[col.ATTENTION_MASK]
         assert len(real) == 0 or bool(real.any(0).all())  # no column that all of its rows pad
 
@@ -76,19 +76,19 @@ def test_in_each_mini_batch_of_the_first_epoch_every_part_has_about_as_many_toke
     before = actor._generator.get_state()
     plan = actor.first_mini_batches(batch[col.PROMPT_INDEX])
     assert torch.equal(actor._generator.get_state(), before)  # nothing was drawn
-    census = deal(batch, Ranks(0, 4), plan)[0].census
+    stats = deal(batch, Ranks(0, 4), plan)[0].stats
     assert [rows.tolist() for rows in actor._mini_batches(batch[col.PROMPT_INDEX])] == [rows.tolist() for rows in plan]
     for rows in plan:
-        tokens = [int(census.num_tokens_B[rows][census.part_B[rows] == part].sum()) for part in range(4)]
+        tokens = [int(stats.num_tokens_B[rows][stats.part_B[rows] == part].sum()) for part in range(4)]
         assert max(tokens) <= 1.05 * sum(tokens) / 4
 
 
 def test_rows_that_may_be_skipped_burden_no_rank_in_the_place_of_others():
     batch = make_batch([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 1.0, 0.0]])
-    census = deal(batch, Ranks(0, 2))[0].census
+    stats = deal(batch, Ranks(0, 2))[0].stats
     for moves in (True, False):
-        own = census.moves_B == moves
-        assert [int((census.part_B[own] == part).sum()) for part in (0, 1)] == [2, 2]
+        own = stats.moves_B == moves
+        assert [int((stats.part_B[own] == part).sum()) for part in (0, 1)] == [2, 2]
 
 
 def test_what_a_rank_receives_falls_with_their_number():
@@ -103,14 +103,14 @@ def test_what_a_rank_receives_falls_with_their_number():
         )
 
     assert tokens_received(8) * 8 <= 1.2 * tokens_received(1)
-    census = Census.of(batch)
-    known = [value for value in vars(census).values() if isinstance(value, torch.Tensor)]
+    stats = BatchStats.of(batch)
+    known = [value for value in vars(stats).values() if isinstance(value, torch.Tensor)]
     assert sum(value.nbytes for value in known) <= 58 * len(batch) and all(value.ndim == 1 for value in known)
 
 
 def test_one_rank_has_the_batch_itself():
     batch = make_batch(REWARDS)
-    share = share_of(batch, ALONE)
+    share = rank_batch_of(batch, ALONE)
     assert share.rows is batch
     rows = torch.tensor([4, 1])
     assert torch.equal(share.together(batch[col.ADVANTAGES], rows), batch[col.ADVANTAGES][rows])
@@ -164,7 +164,9 @@ def test_mini_batches_and_epochs_end_in_the_same_weights_from_shares(ranks):
 
 
 def test_a_share_says_where_it_has_rows_of_the_batch():
-    share = Share(Census.of(make_batch(REWARDS)), make_batch(REWARDS)[torch.tensor([2, 5, 7])], torch.tensor([2, 5, 7]))
+    share = RankBatch(
+        BatchStats.of(make_batch(REWARDS)), make_batch(REWARDS)[torch.tensor([2, 5, 7])], torch.tensor([2, 5, 7])
+    )
     assert share.own(torch.tensor([7, 0, 2])).tolist() == [2, 0]
 
 
@@ -187,14 +189,14 @@ def four_rows(**given):
     return batch
 
 
-def numbers_of(census):
-    return {name: value.tolist() for name, value in vars(census).items() if name != "width"}
+def numbers_of(stats):
+    return {name: value.tolist() for name, value in vars(stats).items() if name != "width"}
 
 
 def test_the_numbers_of_every_row():
     batch = four_rows()
-    census = Census.of(batch)
-    assert census.width == Census.of(batch[:3]).width == 4 and len(census) == 4
+    stats = BatchStats.of(batch)
+    assert stats.width == BatchStats.of(batch[:3]).width == 4 and len(stats) == 4
     expected = {
         "num_tokens_B": [4, 3, 2, 1],
         "num_in_loss_B": [3, 2, 1, 0],
@@ -206,14 +208,14 @@ def test_the_numbers_of_every_row():
         "weighed_B": [2, 2, 3, 4],
         "part_B": [0, 0, 0, 0],
     }
-    assert numbers_of(census) == expected
+    assert numbers_of(stats) == expected
     batch[col.EXECUTION_INDEX] = torch.tensor([5, 5, 5, 6])
-    assert numbers_of(Census.of(batch)) == expected | {"weighed_B": [5, 5, 5, 6]}
+    assert numbers_of(BatchStats.of(batch)) == expected | {"weighed_B": [5, 5, 5, 6]}
 
 
 def test_what_a_critics_batch_does_not_say():
     """All of the loss was sampled, and no row moves the policy."""
-    told = numbers_of(Census.of(four_rows().exclude(col.SAMPLED, col.ADVANTAGES, col.HAS_LOG_PROBS)))
+    told = numbers_of(BatchStats.of(four_rows().exclude(col.SAMPLED, col.ADVANTAGES, col.HAS_LOG_PROBS)))
     assert told["num_sampled_B"] == [3, 2, 1, 0] and told["moves_B"] == [False] * 4
     assert told["has_log_probs_B"] == [True, True, True, False]
 
@@ -221,14 +223,14 @@ def test_what_a_critics_batch_does_not_say():
 def test_kinds_of_rows_are_dealt_one_after_the_other_the_largest_share_to_who_has_least():
     """Tokens 8, 7, 2 of the first kind: 8 and 9. Of the second 5 and 4; of the third 3 for who has least so far."""
     tokens = torch.tensor([5, 8, 7, 4, 2, 3])
-    census = Census.of(make_batch([[0.0] * 6]))
-    census = Census(**{**vars(census), "num_tokens_B": tokens})
-    dealt = census.dealt(Ranks(0, 2), torch.tensor([1, 0, 0, 1, 0, 2]))
+    stats = BatchStats.of(make_batch([[0.0] * 6]))
+    stats = BatchStats(**{**vars(stats), "num_tokens_B": tokens})
+    dealt = stats.dealt(Ranks(0, 2), torch.tensor([1, 0, 0, 1, 0, 2]))
     # First 7 and 2 for part 0 and 8 for part 1; then 5 for part 1 and 4 for part 0: 13 each; the last goes to part 0.
     assert dealt.part_B.tolist() == [1, 1, 0, 0, 0, 0]
-    assert census.part_B.tolist() == [0] * 6 and torch.equal(dealt.num_tokens_B, tokens)
+    assert stats.part_B.tolist() == [0] * 6 and torch.equal(dealt.num_tokens_B, tokens)
     assert Ranks(0, 4, 2).num_parts == 2
-    assert census.dealt(Ranks(0, 4, 2), torch.zeros(6, dtype=torch.int64)).part_B.unique().tolist() == [0, 1]
+    assert stats.dealt(Ranks(0, 4, 2), torch.zeros(6, dtype=torch.int64)).part_B.unique().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
@@ -251,7 +253,7 @@ def test_rows_that_never_pass_those_without_advantage_and_the_others_are_dealt_b
     moves = torch.tensor([[1.0, 0], [1, 0], [0, 0], [0, 0], [1, 1], [1, 1]])
     batch = hand_made(rows, advantages=moves, attention_mask=torch.tensor([[1, 1], [1, 0]] * 3).bool())
     for minis in ((), [torch.arange(6)], [torch.tensor([0, 2, 4]), torch.tensor([1, 3, 5])]):
-        part_B = deal(batch, Ranks(0, 2), minis)[0].census.part_B
+        part_B = deal(batch, Ranks(0, 2), minis)[0].stats.part_B
         if len(minis) < 2:
             assert [sorted(part_B[[k, k + 1]].tolist()) for k in (0, 2, 4)] == [[0, 1]] * 3
         else:
@@ -265,13 +267,13 @@ class OfTwo(Ranks):
         return value.clone()
 
 
-def part_of_two(rank: int, sequence: int = 1) -> Share:
+def part_of_two(rank: int, sequence: int = 1) -> RankBatch:
     batch = four_rows()
-    census = Census.of(batch)
+    stats = BatchStats.of(batch)
     rows = batch[torch.tensor([1, 3])]
     for name in (col.LOSS_MASK, col.ADVANTAGES):
         rows[name] = rows[name][:, :3]
-    return Share(census, rows, torch.tensor([1, 3]), OfTwo(rank, 2, sequence))
+    return RankBatch(stats, rows, torch.tensor([1, 3]), OfTwo(rank, 2, sequence))
 
 
 def test_what_a_rank_has_of_some_rows_is_put_where_they_are_and_filled_up():
@@ -301,16 +303,16 @@ def test_a_share_of_a_batch_that_every_rank_has():
         asked.append(prompt_B.tolist())
         return [torch.tensor([0, 1]), torch.tensor([2, 3])]
 
-    share = share_of(batch, Ranks(3, 4, 2), mini_batches)
+    share = rank_batch_of(batch, Ranks(3, 4, 2), mini_batches)
     assert asked == [[7, 7, 8, 8]] and share.number_b.tolist() == [1, 3] and share.ranks == Ranks(3, 4, 2)
-    assert share_of(batch, Ranks(1, 2)).number_b.tolist() == deal(batch, Ranks(0, 2))[1].number_b.tolist()
+    assert rank_batch_of(batch, Ranks(1, 2)).number_b.tolist() == deal(batch, Ranks(0, 2))[1].number_b.tolist()
 
 
 def test_a_column_of_the_whole_batch_is_made_of_what_the_ranks_find():
     batch = four_rows()
     assert torch.equal(for_whole(batch, ALONE, lambda share: share.rows[col.ADVANTAGES] + 1), batch[col.ADVANTAGES] + 1)
     found = for_whole(batch, OfTwo(0, 2), lambda share: torch.ones(share.rows[col.LOSS_MASK].shape))
-    own = share_of(batch, OfTwo(0, 2)).number_b
+    own = rank_batch_of(batch, OfTwo(0, 2)).number_b
     assert found.shape == (4, 4) and found.any(1).nonzero().squeeze(1).tolist() == own.tolist()
 
 
@@ -325,14 +327,14 @@ def test_a_column_is_assembled_of_what_parts_found():
 
 
 def test_a_column_of_the_whole_batch_is_on_its_device(monkeypatch):
-    share = Share.alone(four_rows())
-    monkeypatch.setattr(module, "share_of", lambda batch, ranks: share)
+    share = RankBatch.alone(four_rows())
+    monkeypatch.setattr(module, "rank_batch_of", lambda batch, ranks: share)
     elsewhere = TensorDict({"x": torch.zeros(4, device="meta")}, batch_size=[4], device="meta")
     assert for_whole(elsewhere, ALONE, lambda own: own.rows[col.ADVANTAGES]).device.type == "meta"
 
 
 def test_a_rank_that_has_all_rows_takes_values_as_they_are():
-    share = Share.alone(four_rows())
+    share = RankBatch.alone(four_rows())
     assert share.together(torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), torch.tensor([2, 0])).tolist() == [
         [5, 6],
         [1, 2],
