@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
+from planted_secrets import HARMLESS, HARMLESS_NAMED, RANDOM_SHAPES, draw, planted
 
-from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_keys
+from verl_mt.config.redact import RANDOM, REDACTED, is_secret_name, redact, redacted_keys
 
 
 @pytest.mark.parametrize(
@@ -14,7 +16,8 @@ from verl_mt.config.redact import REDACTED, is_secret_name, redact, redacted_key
     ["api_key", "apiKey", "X-API-KEY", "hf_token", "token", "password", "db_password", "client_secret", "Authorization",
      "wandb_api_key", "access_key", "secret_key", "bearer", "private_key", "auth", "X-Auth", "Cookie", "Set-Cookie",
      "wandb_key", "serper_key", "SERPAPI_KEY", "pat", "pass", "db_pass", "passcode", "pw", "account_sid", "webhook_url",
-     "basic_auth", "oauth", "passphrase", "ssh_key", "api_keys", "auth_key", "cookies", "aws_secret_access_key"],
+     "basic_auth", "oauth", "passphrase", "ssh_key", "api_keys", "auth_key", "cookies", "session_id", "sessionId",
+     "aws_secret_access_key"],
 )  # fmt: skip
 def test_a_secrets_name_is_known(name):
     assert is_secret_name(name)
@@ -76,8 +79,8 @@ def test_bytes_and_long_numbers_under_a_secrets_name_are_hidden():
 
 def test_a_long_text_takes_linear_time():
     begun = time.process_time()
-    for part in ("a", "eyJ", "x: 1\n", "curl ", '"a":', "-----BEGIN ", "12345678"):
-        redact({"x": part * (30_000 // len(part))})
+    for part in ("a", "eyJ", "x: 1\n", "curl ", '"a":', "-----BEGIN ", "12345678", "a1", "M", "key-", "a_", "Ab1-"):
+        redact({"kwargs": {"x": part * (30_000 // len(part))}})
     assert time.process_time() - begun < 2.0
 
 
@@ -180,4 +183,64 @@ def test_a_secret_is_hidden_wherever_it_stands(given, shown):
     ],
 )
 def test_what_is_no_secret_stays_readable(given):
+    assert redact(given) == given and redacted_keys(given) == []
+
+
+@pytest.mark.parametrize(("shape", "token"), planted().items(), ids=planted())
+def test_a_token_of_a_known_service_is_hidden_in_every_place(shape, token):
+    for given in ({"note": token}, {"note": f"the key {token} was refused"}, {"kwargs": {"a": [{"b": token}]}}):
+        hidden = redact(given)
+        assert token not in str(hidden)
+        assert redact(hidden) == hidden and len(redacted_keys(hidden)) == 1
+
+
+def test_harmless_texts_stay_readable_in_every_place():
+    given = {"reward": {"kwargs": {"some": {f"at{k}": text for k, text in enumerate(HARMLESS)}, "tokens": HARMLESS}}}
+    given |= {"kwargs": HARMLESS_NAMED, "texts": HARMLESS}
+    assert redact(given) == given and redacted_keys(given) == []
+
+
+@pytest.mark.parametrize("shape", RANDOM_SHAPES)
+def test_what_looks_random_is_hidden_in_settings_of_other_peoples_code(shape):
+    drawn = [draw(shape, random.Random(k)) for k in range(300)]
+    hidden = [redact({"kwargs": {"grader": {"x": text}}})["kwargs"]["grader"]["x"] for text in drawn]
+    found = [f"kwargs[{k}]" for k, text in enumerate(drawn) if hidden[k] != text]
+    assert len(found) >= 0.9 * len(drawn) and redacted_keys({"kwargs": hidden}) == found
+    assert RANDOM not in str(redact({"experiment_name": drawn}))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"reward": {"kwargs": {"grader": SECRET}}}, {"reward": {"kwargs": {"grader": RANDOM}}}),
+        ({"engine_kwargs": {"a": {"b": [SECRET]}}}, {"engine_kwargs": {"a": {"b": [RANDOM]}}}),
+        ({"config": {"salt": f"v1:{SECRET}"}}, {"config": {"salt": f"v1:{RANDOM}"}}),
+        ({"policy_loss": {"loss_mode": "mine", "x": SECRET}}, {"policy_loss": {"loss_mode": "mine", "x": RANDOM}}),
+        ({"tokens": ["<think>", SECRET], "keys": [SECRET]}, {"tokens": ["<think>", RANDOM], "keys": [RANDOM]}),
+        ({"kwargs": {"revision": "9c46dd6066d109eabc6255188de91218b968826d"}},) * 2,
+        ({"env": {"EXA": "pw", "lower": "pw"}}, {"env": {"EXA": "***", "lower": "pw"}}),
+        ({"env_vars": {"JUDGE": SECRET, "HF_X": SECRET}}, {"env_vars": {"JUDGE": "***", "HF_X": RANDOM}}),
+        ({"kwargs": {"environment": {"A": "x y"}}}, {"kwargs": {"environment": {"A": "***"}}}),
+        ({"env": {"A": "${oc.env:A}", "B": "${oc.env:B,pw}"}}, {"env": {"A": "${oc.env:A}", "B": "***"}}),
+        ({"api_key": f"${{oc.env:KEY,{SECRET}}}"}, {"api_key": "***"}),
+    ],
+)
+def test_settings_of_other_peoples_code(given, shown):
+    assert redact(given) == redact(redact(given)) == shown
+    assert redacted_keys(given) == [] and bool(redacted_keys(shown)) == (given != shown)
+
+
+def test_variables_that_anybody_may_know_stay_readable():
+    known = {"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "0,1", "HF_HOME": "/data/hf", "PATH": "/bin:/usr/bin",
+             "NCCL_SOCKET_IFNAME": "eth0", "WANDB_MODE": "offline", "MASTER_ADDR": "head"}  # fmt: skip
+    plain = {"A": "1", "B": "true", "C": "~/x", "D": "http://host:80/v1", "E": "INFO", "F": ""}
+    given = {"env": known | plain}
+    assert redact(given) == given and redacted_keys(given) == []
+    assert redact({"env": {"HF_TOKEN": "x", "VLLM_API_KEY": "y"}}) == {
+        "env": {"HF_TOKEN": "***", "VLLM_API_KEY": "***"}
+    }
+
+
+def test_a_separator_of_stars_is_no_hidden_value():
+    given = {"reward": {"kwargs": {"separator": "***", "prompt": "**very** ***bold***"}}}
     assert redact(given) == given and redacted_keys(given) == []
