@@ -27,6 +27,7 @@ from verl_mt.config.options import (
     read_thresholds,
 )
 from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.redact import redact
 from verl_mt.config.rollout import problems_of_placement
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
@@ -127,7 +128,7 @@ def _unused_values(leaf: Leaf, value: Any) -> Iterator[str]:
         }
     for key, (got, default, allow_unused) in known.items():
         if got != default and allow_unused is not True and got not in (allow_unused or ()):
-            yield f"{key} is {shown(got)}"
+            yield f"{key} is {shown(redact(got, key.split('.')[-1]))}"
 
 
 def _multi_turn(config: Config) -> Iterator[str]:

@@ -65,7 +65,7 @@ class Declaration:
             raise
         except BaseException as error:
             raise PluginError(
-                f"{self.where}: making {self.class_name} with config {redact(self.config)!r} raised "
+                f"{self.where}: making {self.class_name} with config {redact(self.config, 'config')!r} raised "
                 f"{error_text(error, named=True)}. Correct the entry's config or the constructor."
             ) from error
 

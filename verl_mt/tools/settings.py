@@ -41,5 +41,5 @@ def _explain(kind: type[ToolSettings], item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if not key:  # of several keys together: their values may hold a secret
         return message
-    # A wrong value may be a key or a token too.
-    return f"config.{key}: {message}, got {redact({str(item['loc'][0]): item['input']})[str(item['loc'][0])]!r}"
+    name = str(item["loc"][0])  # a wrong value may be a key or a token too
+    return f"config.{key}: {message}, got {redact({'config': {name: item['input']}})['config'][name]!r}"
