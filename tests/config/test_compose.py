@@ -237,9 +237,35 @@ def test_a_redacted_value_is_not_read_back_as_a_real_one(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         compose(config_name=str(file))
     assert "reward.kwargs.api_key, reward.kwargs.url, reward.kwargs.keys[0].token: ***" in str(caught.value)
+    assert "Give each again, as key=value or from the environment: ${oc.env:NAME}" in str(caught.value)
     again = ["reward.kwargs.api_key=${oc.env:MY_KEY}", "reward.kwargs.url='http://u:p2@h/'", "reward.kwargs.keys=[]"]
     kwargs = compose(again, str(file)).reward.kwargs
     assert kwargs == {"api_key": "from-env", "url": "http://u:p2@h/", "keys": []}
+
+
+@pytest.mark.slow
+def test_harmless_settings_of_a_reward_survive_and_variables_stay_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "short")
+    judge = "{judge: Qwen/Qwen3-8B, weight: 0.5, separator: '***', prompt: 'Be brief.', salt: '${oc.env:MY_KEY}'"
+    config = compose([f"reward.kwargs={judge}, nested: [{{x: 'a ${{oc.env:MY_KEY}}'}}], pin: Zx81Qk77vW23pL90}}"])
+    text = config_to_yaml(config)
+    assert "short" not in text and "Zx81" not in text
+    file = str(write(tmp_path, "config", text))
+    with pytest.raises(ConfigError, match=r"^reward\.kwargs\.pin: \*\*\* .*Give it again"):
+        compose([], file)
+    monkeypatch.setenv("MY_KEY", "another")
+    again = compose(["reward.kwargs.pin=p"], file).reward.kwargs
+    assert again == config.reward.kwargs | {"salt": "another", "nested": [{"x": "a another"}], "pin": "p"}
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ConfigError, match=r"reward\.kwargs.*MY_KEY"):
+        compose(["reward.kwargs.pin=p"], file)
+    engine = "engine_kwargs={dist_init_addr: 'head:5000', env: {EXA: pw88}, x: {y: [Qm20Ld93cV58yJ61], n: 3}}"
+    written = config_to_yaml(compose(["actor_rollout_ref.rollout.name=sglang", f"actor_rollout_ref.rollout.{engine}"]))
+    assert yaml.safe_load(written)["actor_rollout_ref"]["rollout"]["engine_kwargs"] == {
+        "dist_init_addr": "head:5000", "env": {"EXA": "***"}, "x": {"y": ["***hidden***"], "n": 3},
+    }  # fmt: skip
+    config.reward.kwargs["salt"] = "changed"
+    assert "salt: changed" in config_to_yaml(config)
 
 
 def launch_commands() -> list[list[str]]:

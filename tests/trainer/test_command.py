@@ -34,7 +34,7 @@ from command_lab import (
 from verl_mt.config.compose import compose
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.engines.local import LocalEngine
-from verl_mt.errors import CheckpointError
+from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.build import build_trainer
 
@@ -359,15 +359,32 @@ def test_a_curriculum_begins_with_what_is_easy(tmp_path):
 
 
 @pytest.mark.slow
-def test_secrets_never_reach_the_run_directory(tmp_path):
+def test_secrets_never_reach_the_run_directory(tmp_path, monkeypatch):
+    """Under a secret's name, under a harmless one, from the environment, of the template and of a tool."""
+    monkeypatch.setenv("MY_GRADER", "plantedword")
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(solution_str, api_key=''):\n    return 0.0\n")
-    overrides = [f"reward.path={reward}", "reward.kwargs={api_key:sk-very-secret}", "trainer.logger=[tensorboard]"]
-    trainer = small_trainer(tmp_path / "run", *overrides)
-    trainer.close()
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["reward"]["kwargs"] == {"api_key": "***"}
-    written = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
-    assert written and not any(b"sk-very-secret" in p.read_bytes() for p in written)
+    reward.write_text("def compute_score(solution_str, **kwargs):\n    return float('4' in solution_str)\n")
+    tools = calculator_yaml(tmp_path, "verl_mt.tools.calculator.Calculator")
+    tools.write_text(tools.read_text().replace("config: {}", "config: {salt: Tk55Rw09hN41sB76, password: tool-pw}"))
+    kwargs = "{api_key: sk-very-secret, n: 3, grader: Zx81Qk77vW23pL90, word: '${oc.env:MY_GRADER}', env: {EXA: pw77}}"
+    run = tmp_path / "run"
+    fit(
+        run, *FEW, f"reward.path={reward}", f"reward.kwargs={kwargs}", f"{TOOLS}={tools}",
+        "trainer.logger=[tensorboard]",
+        "actor_rollout_ref.model.template_kwargs={env: {EXA: pw88}, x: {y: [Qm20Ld93cV58yJ61]}}",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    shown = yaml.safe_load((run / "config.yaml").read_text())
+    assert shown["reward"]["kwargs"] == {
+        "api_key": "***", "n": 3, "grader": "***hidden***", "word": "${oc.env:MY_GRADER}", "env": {"EXA": "***"},
+    }  # fmt: skip
+    written = [p for p in run.rglob("*") if p.is_file()]
+    assert len(written) > 5
+    with pytest.raises(ConfigError, match=r"engine_kwargs is \{'env': \{'EXA': '\*\*\*'\}\}"):
+        compose(["actor_rollout_ref.rollout.engine_kwargs={env: {EXA: pw88}}"])  # only SGLang has some
+    planted = (b"sk-very-secret", b"Zx81Qk77vW23pL90", b"plantedword", b"pw77", b"pw88", b"Qm20Ld93cV58yJ61",
+               b"Tk55Rw09hN41sB76", b"tool-pw")  # fmt: skip
+    assert [(p.name, s) for p in written for s in planted if s in p.read_bytes()] == []
 
 
 @pytest.mark.slow

@@ -37,6 +37,13 @@ def test_an_unfinished_run_is_resumed_from_its_newest_checkpoint(tmp_path):
     assert again.resume_from.name == "step_000004"
 
 
+def test_an_unfinished_run_whose_config_shows_what_is_hidden_now_goes_on(tmp_path):
+    shown = {"reward": {"kwargs": {"grader": "Zx81Qk77vW23pL90", "n": 3}}}
+    open_run(tmp_path, CONFIG | shown).close()
+    hidden = {"reward": {"kwargs": {"grader": "***hidden***", "n": 3}}}
+    assert open_run(tmp_path, CONFIG | hidden).path == tmp_path / "run"
+
+
 def test_an_unfinished_run_without_a_checkpoint_starts_over_in_place(tmp_path):
     open_run(tmp_path).close()
     again = open_run(tmp_path)

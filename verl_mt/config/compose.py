@@ -14,6 +14,7 @@ import functools
 import operator
 import os
 import sys
+import typing
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ from verl_mt.config.normalize import (
     raise_problems,
     split_argv,
 )  # fmt: skip
-from verl_mt.config.redact import REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, whole_keys
+from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
+from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, value_of, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -127,9 +128,11 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
     lost = redacted_keys(dataclasses.asdict(config))
     if lost:
         raise ConfigError(
-            f"{', '.join(lost)}: {REDACTED} stands for a secret that is not written to a run's config.yaml; give "
-            f"{'it' if len(lost) == 1 else 'each'} again, as key=value or from the environment: ${{oc.env:NAME}}"
+            f"{', '.join(lost)}: {REDACTED} or {RANDOM} stands for a value that is not written to config.yaml, because "
+            f"it is a secret or looks like one. Give {'it' if len(lost) == 1 else 'each'} again, as key=value or from "
+            "the environment: ${oc.env:NAME}"
         )
+    _remember_interpolations(config, merged)
     set_explicit(config, given)
     check(config)
     config.actor_rollout_ref.actor.loss_agg_mode = config.actor_rollout_ref.actor.aggregation
@@ -139,8 +142,41 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
 
 
 def config_to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, secrets redacted; `compose(config_name=that_file)` reads it back."""
-    return OmegaConf.to_yaml(OmegaConf.create(redact(dataclasses.asdict(config))))
+    """The resolved configuration as YAML, secrets redacted; `compose(config_name=that_file)` reads it back.
+
+    In mappings for other people's code (`reward.kwargs`) a text from the environment stays `${oc.env:NAME}`.
+    """
+    plain = dataclasses.asdict(config)
+    for path, (written, resolved) in vars(config).get("_interpolations", {}).items():
+        holder = functools.reduce(_below, path[:-1], plain)
+        if _below(holder, path[-1]) == resolved:  # nobody has changed it since
+            holder[path[-1]] = written
+    return OmegaConf.to_yaml(OmegaConf.create(redact(plain)))
+
+
+def _below(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _remember_interpolations(config: Config, merged: Any) -> None:
+    """Where an open mapping names variables of the environment: the text as it was written, and what it became."""
+    names: dict[tuple[Any, ...], tuple[str, str]] = {}
+
+    def look(written: Any, resolved: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(written, dict | list):
+            for key, value in written.items() if isinstance(written, dict) else enumerate(written):
+                look(value, _below(resolved, key), (*path, key))
+        elif isinstance(written, str) and "${oc.env:" in written:
+            names[path] = (written, resolved)
+
+    for key, leaf in leaves().items():
+        value = OmegaConf.select(merged, key) if typing.get_origin(leaf.type) is dict else None
+        if OmegaConf.is_dict(value):
+            look(OmegaConf.to_container(value, resolve=False), value_of(config, key), tuple(key.split(".")))
+    vars(config)["_interpolations"] = names
 
 
 def hydra_main(

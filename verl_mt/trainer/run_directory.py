@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from verl_mt.config.redact import redact
 from verl_mt.config.schema import TrainerConfig, leaves, sections
 from verl_mt.data import run_origin
 from verl_mt.data.run_files import writing
@@ -306,7 +307,8 @@ def _holder(path: Path) -> str | None:
 
 def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig, way_out: str = _WAY_OUT) -> None:
     new = _comparable(config)
-    old = _comparable(_with_correction(_with_new_keys(_read_config(path / "config.yaml"), config), config))
+    written = redact(_read_config(path / "config.yaml"))  # an earlier version may have written more
+    old = _comparable(_with_correction(_with_new_keys(written, config), config))
     same_but_rows = _without_rows(old) == _without_rows(new)
     if old == new or (same_but_rows and trainer.resume_mode == "other_data"):
         return
