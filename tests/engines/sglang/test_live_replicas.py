@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import secrets
 import socket
 from collections import Counter, defaultdict
 from itertools import takewhile
@@ -152,8 +153,12 @@ def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(
         assert sorted(found) == ["engine 0", "engine 1"] and max(found.values()) <= 1e-4
 
 
-def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were(trainer_on, lab, run, tmp_path):
+def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were(
+    trainer_on, lab, run, tmp_path, monkeypatch
+):
     """Two servers of somebody else's, two ranks: nothing of the weights passes the trainer."""
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda number: "one-key-of-two-servers")
+    monkeypatch.setenv("SGLANG_API_KEY", "one-key-of-two-servers")
     theirs = lab.engine("launch_servers=2")
     try:
         run(theirs.start())

@@ -45,8 +45,9 @@ def url(launched) -> str:
 
 
 @pytest.fixture
-def attached_by(lab: Lab, run, url):
-    """An engine over the running server, with more overrides."""
+def attached_by(launched, lab: Lab, run, url, monkeypatch):
+    """An engine over the running server, with more overrides. It has the server's key as a user gives it."""
+    monkeypatch.setenv("SGLANG_API_KEY", launched._replicas[0]._client._key)
     made = []
 
     def make(*overrides):
@@ -153,6 +154,13 @@ def test_weights_reach_a_server_over_the_network_and_by_files(attached_by, lab: 
         output = run(engine.generate(request(prompt, temperature=1.0, max_new_tokens=60)))
         assert output.version_spans == [VersionSpan(version, len(output.token_ids))] and output.cached_tokens == 0
         assert worst_difference(module, prompt, output) < ROUNDING
+
+
+def test_a_server_that_wants_another_key_is_refused_and_the_key_is_not_shown(attached_by, run, monkeypatch):
+    monkeypatch.setenv("SGLANG_API_KEY", "of-another-server")
+    with pytest.raises(ConfigError, match=r"wants a key \(401\): put it in the variable SGLANG_API_KEY") as caught:
+        run(attached_by().start())
+    assert "of-another-server" not in str(caught.value)
 
 
 def test_another_model_or_too_short_a_context_is_refused_before_any_request(attached, lab, run, tmp_path):

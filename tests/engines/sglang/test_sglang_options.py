@@ -86,6 +86,17 @@ def test_arguments_that_change_sampling_are_refused(name, value, reason):
         options_of(engine_kwargs={name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("api_key", "abc"), ("admin_api_key", "abc"), ("grpc_port", 50051), ("tokenizer_worker_num", 2)]
+)
+def test_arguments_that_leave_a_launched_server_without_its_key_are_refused_and_not_shown(name, value):
+    with pytest.raises(ConfigError, match=rf"engine_kwargs\.{name} is set: .*Remove {name}, or start") as caught:
+        options_of(launch_servers=1, engine_kwargs={name: value})
+    assert str(value) not in str(caught.value).replace(name, "")
+    assert options_of(engine_kwargs={name: value}).engine_arguments()[name] == value
+    options_of(launch_servers=1, engine_kwargs={"tokenizer_worker_num": 1})
+
+
 def test_arguments_at_their_defaults_and_those_of_speed_pass():
     passed = {"load_format": "safetensors", "quantization": None, "kv_cache_dtype": "auto", "chunked_prefill_size": 64}
     arguments = options_of(engine_kwargs={**passed, "enable_deterministic_inference": False}).engine_arguments()

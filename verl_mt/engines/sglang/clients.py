@@ -7,19 +7,18 @@ import asyncio
 import base64
 import contextlib
 import os
-import random
+import secrets
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.engines.sglang.options import SGLangOptions, is_local
-from verl_mt.engines.sglang.processes import ChildProcess, ProcessGroup, encode, read_frame
+from verl_mt.engines.sglang.processes import ChildProcess, ProcessGroup, encode, read_frame, reserve_port
 from verl_mt.engines.sglang.server_check import check_server
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
 
@@ -497,15 +496,17 @@ class _AtServer:
 
 
 class LaunchedServer(HttpClient):
-    """A server that is started here and ends with us.
+    """A server that is started here and ends with us. It answers only to a random key, which changes with each life.
 
     Args:
+        options: of the engine.
         number: which of the launched ones; decides on its GPUs.
     """
 
     def __init__(self, options: SGLangOptions, number: int = 0):
-        self._reserved = _reserve_port()
-        super().__init__(f"http://127.0.0.1:{self._reserved.getsockname()[1]}", options)
+        self._reserved, self._key = reserve_port(), secrets.token_urlsafe(32)
+        headers = {"Authorization": f"Bearer {self._key}"}
+        super().__init__(f"http://127.0.0.1:{self._reserved.getsockname()[1]}", options, headers)
         self._number = number
         self._process: ChildProcess | None = None
         self._lifeline: int | None = None
@@ -518,6 +519,7 @@ class LaunchedServer(HttpClient):
         port = self.url.rpartition(":")[2]
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
         reading, self._lifeline = os.pipe()
+        os.write(self._lifeline, self._key.encode())
         try:
             saves = "--enable-memory-saver" in words
             self._process = ChildProcess(_MODULE, reading, ["server", *words], memory_saver=saves)
@@ -555,22 +557,6 @@ class LaunchedServer(HttpClient):
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-
-
-def _reserve_port() -> socket.socket:
-    """Holds a port of 127.0.0.1 that nobody else gets while a server loads, which takes it last: the kernel hands out
-    higher ones, and who looks for a free one finds it bound. The server can bind it too, as it reuses addresses."""
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, max(min(first_given, 22_000), 10_064)), 64):  # SGLang's own are above
-        reserved = socket.socket()
-        try:
-            reserved.bind(("127.0.0.1", port))
-        except OSError:
-            reserved.close()
-            continue
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return reserved
-    raise EngineError("64 ports of this machine below 22000 were tried for an SGLang server, and all are taken")
 
 
 def _jsonable(body: dict[str, Any]) -> dict[str, Any]:

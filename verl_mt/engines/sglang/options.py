@@ -23,6 +23,7 @@ from verl_mt.errors import ConfigError
 _KEY = "actor_rollout_ref.rollout"
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
+_WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ROUNDED = "the engine would sample from rounded weights or caches, which no test of verl_mt has run"
 _QUANTIZED_FORMATS = ("bitsandbytes", "expert_pack", "flash_rl")
@@ -178,8 +179,9 @@ class SGLangOptions:
 
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
-    ConfigError: engine arguments that other keys decide, that change sampling or that take no weights, servers that
-        cannot open this machine's memory, or an environment with other log-probs.
+    ConfigError: engine arguments that other keys decide, that change sampling, that take no weights or that leave a
+        launched server without its key, servers that cannot open this machine's memory, or an environment with other
+        log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
@@ -195,6 +197,13 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
             "where it has replicas of its own; have one beside each rank (trainer.placement=ray), or "
             f"{_KEY}.launch_servers"
+        )
+    unguarded = [name for name in _WITHOUT_KEY if rollout.engine_kwargs.get(name) not in (None, 1)]
+    if rollout.launch_servers and unguarded:
+        raise ConfigError(
+            f"{_KEY}.engine_kwargs.{unguarded[0]} is set: a launched server answers only requests with the random key "
+            f"that verl_mt gives it, and {unguarded[0]} replaces or bypasses that key. Remove {unguarded[0]}, or start "
+            f"the servers yourself ({_KEY}.servers)"
         )
     if os.environ.get(_RAW_LOG_PROBS, "").lower() in ("1", "true", "yes", "y"):
         raise ConfigError(

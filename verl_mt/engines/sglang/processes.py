@@ -5,8 +5,8 @@
 arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and calls run concurrently. When
 the other end closes, the engine is shut down and the process ends.
 
-`python -m verl_mt.engines.sglang.processes FD server ARGS` is an HTTP server. FD is the reading end of a pipe; when its
-writing end closes (the starter ended, however it ended), so does the server.
+`python -m verl_mt.engines.sglang.processes FD server ARGS` is an HTTP server. FD is the reading end of a pipe, which
+holds the server's API key. When its writing end closes (the starter ended, however it ended), so does the server.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
 import socket
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.engines.sglang import shared_memory
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, EngineError
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 """Where `import verl_mt` finds the package, whatever directory the process starts in."""
@@ -247,6 +248,22 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def reserve_port() -> socket.socket:
+    """Holds a port of 127.0.0.1 that nobody else gets while a server loads, which takes it last: the kernel hands out
+    higher ones, and who looks for a free one finds it bound. The server can bind it too, as it reuses addresses."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, max(min(first_given, 22_000), 10_064)), 64):  # SGLang's own are above
+        reserved = socket.socket()
+        try:
+            reserved.bind(("127.0.0.1", port))
+        except OSError:
+            reserved.close()
+            continue
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return reserved
+    raise EngineError("64 ports of this machine below 22000 were tried for an SGLang server, and all are taken")
+
+
 def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """Whether this SGLang has all calls that a run will need, asked before the engine is loaded.
 
@@ -360,9 +377,19 @@ def _end_with(descriptor: int) -> None:
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
-def serve_http(descriptor: int, arguments: list[str]) -> None:
+class Secret(str):
+    """A text that SGLang does not show when it logs its arguments."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def serve_http(descriptor: int, words: list[str]) -> None:
     """Serve until killed."""
     os.set_inheritable(descriptor, False)
+    key = Secret(os.read(descriptor, 4096).decode())  # written whole before this process began
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     fork_children(descriptor)
 
@@ -371,10 +398,14 @@ def serve_http(descriptor: int, arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    run_server(prepare_server_args(arguments))
+    arguments = prepare_server_args(words)
+    arguments.api_key = key
+    run_server(arguments)
 
 
 if __name__ == "__main__":
+    # SGLang sends pickles over sockets in the folder for temporary files. Only this user may write to them.
+    os.umask(os.umask(0o022) | 0o022)
     if sys.argv[2] == "engine":
         hold_engine(int(sys.argv[1]))
     else:
