@@ -82,20 +82,20 @@ class UserCode:
     def __init__(self, target: object, base: type, name: str, *, repeatable: bool = False):
         self._target, self._base, self._name, self._repeatable = target, base, name, repeatable
         self._lock = threading.Lock()
-        self._lane: _Lane | None = None
+        self._loop_thread: _LoopThread | None = None
         self._blocks = False
         """A call has blocked the shared loop."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and loops stay in their process; a copy starts its own.
-        return {**self.__dict__, "_lock": None, "_lane": None}
+        return {**self.__dict__, "_lock": None, "_loop_thread": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def __del__(self) -> None:
-        if (lane := self.__dict__.get("_lane")) is not None:
-            lane.retire()
+        if (loop_thread := self.__dict__.get("_loop_thread")) is not None:
+            loop_thread.retire()
 
     async def call(
         self,
@@ -149,7 +149,7 @@ class UserCode:
             while not await call.replies_within(timeout_s):
                 # Asked before the beat, which needs half a second: by then the loop may execute somebody else.
                 blocks = call.blocks(timeout_s)
-                if await call.lane.answers():
+                if await call.loop_thread.answers():
                     # The loop is free. Either the call has not begun because the machine is slow, and waits on; or it
                     # is late, by its own doing or because others had the loop. Time is given back once only, or a
                     # loop that is always a little busy would let a call go on for ever.
@@ -158,14 +158,14 @@ class UserCode:
                             raise late
                         given_back = True
                     continue
-                if not call.lane.shared:
+                if not call.loop_thread.shared:
                     # A loop of its own: nobody else can hold it up, so it is the call that blocks.
                     if call.is_late(timeout_s):
                         raise late
                     continue
                 # The shared loop is blocked. Whose fault that is decides what becomes of this call: looked at again,
                 # for it may have begun, and begun to block, while the beat was waited for.
-                self._replace(call.lane)
+                self._replace(call.loop_thread)
                 blocks = blocks or call.blocks(timeout_s)
                 if call.withdraw() or (repeatable and not blocks):
                     call.end()
@@ -180,23 +180,23 @@ class UserCode:
 
     def _begin(self, work: Callable[[], Any]) -> _Call:
         with self._lock:
-            lane = self._lane
+            loop_thread = self._loop_thread
             # After a fork the thread object is there but not alive.
-            if lane is None or not lane.thread.is_alive():
-                lane = _Lane(self._name, shared=not self._blocks)
-                self._lane = lane if lane.shared else None
-            call = _Call(lane, work)
-        if not lane.shared:
-            lane.retire()
+            if loop_thread is None or not loop_thread.thread.is_alive():
+                loop_thread = _LoopThread(self._name, shared=not self._blocks)
+                self._loop_thread = loop_thread if loop_thread.shared else None
+            call = _Call(loop_thread, work)
+        if not loop_thread.shared:
+            loop_thread.retire()
         return call
 
-    def _replace(self, lane: _Lane) -> None:
-        """That lane is blocked: no call is to begin on it any more, or to share another one."""
+    def _replace(self, loop_thread: _LoopThread) -> None:
+        """That loop_thread is blocked: no call is to begin on it any more, or to share another one."""
         with self._lock:
-            if lane is not self._lane:
+            if loop_thread is not self._loop_thread:
                 return
-            self._lane, self._blocks = None, True
-        lane.retire()
+            self._loop_thread, self._blocks = None, True
+        loop_thread.retire()
         logger.warning(
             "%s blocks its event loop inside async code; from now on each of its calls gets a loop of its own. "
             "Write the method as a plain `def` (it then runs in a thread), or await asyncio.to_thread(...).",
@@ -207,7 +207,7 @@ class UserCode:
 _CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("verl_mt_user_call", default=None)
 
 
-class _Lane:
+class _LoopThread:
     """An event loop in a daemon thread. It ends when it is retired and its last call is over."""
 
     def __init__(self, name: str, *, shared: bool):
@@ -265,10 +265,10 @@ class _Lane:
 
 
 class _Call:
-    """One call on a lane."""
+    """One call on a loop_thread."""
 
-    def __init__(self, lane: _Lane, work: Callable[[], Any]):
-        self.lane, self.reply, self._work = lane, _Reply(), work
+    def __init__(self, loop_thread: _LoopThread, work: Callable[[], Any]):
+        self.loop_thread, self.reply, self._work = loop_thread, _Reply(), work
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[_Outcome] | None = None
         self._lock = threading.Lock()
@@ -277,13 +277,13 @@ class _Call:
         """What its loop had lost when it began."""
         self._patience_ends_s: float | None = None
         self._over = False
-        lane.enter()
-        lane.post(self._context.run, self._start)
+        loop_thread.enter()
+        loop_thread.post(self._context.run, self._start)
 
     def _start(self) -> None:
         if not self._over:
             _CALL.set(self)
-            self._task = self.lane.loop.create_task(self._body())
+            self._task = self.loop_thread.loop.create_task(self._body())
             self._task.add_done_callback(lambda done: None if done.cancelled() else self.reply.send(done.result()))
 
     async def _body(self) -> _Outcome:
@@ -291,7 +291,7 @@ class _Call:
         with self._lock:
             if self._over:
                 return _Outcome()
-            self._lost_s, self._begun_s = self.lane.clock.lost_s(), time.monotonic()
+            self._lost_s, self._begun_s = self.loop_thread.clock.lost_s(), time.monotonic()
         return await _run(self._work, (), {})
 
     async def replies_within(self, timeout_s: float) -> bool:
@@ -311,21 +311,25 @@ class _Call:
     def gets_back(self, timeout_s: float) -> bool:
         """Count anew without the time that its loop has lost since it began; whether it is in time then."""
         if self._begun_s is not None:
-            self._begun_s = min(self._begun_s + self.lane.clock.lost_s() - self._lost_s, time.monotonic())
+            self._begun_s = min(self._begun_s + self.loop_thread.clock.lost_s() - self._lost_s, time.monotonic())
         return not self.is_late(timeout_s)
 
     def blocks(self, timeout_s: float) -> bool:
         """Whether it is late and its loop executes it, not just for a moment."""
-        return self.is_late(timeout_s) and self.lane.running() is self and self.lane.clock.busy_s() >= _GRACE_S / 2
+        return (
+            self.is_late(timeout_s)
+            and self.loop_thread.running() is self
+            and self.loop_thread.clock.busy_s() >= _GRACE_S / 2
+        )
 
     async def comes_free(self, timeout_s: float) -> bool:
         """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
         beat, ends = _Reply(), self._patience_ends_s or time.monotonic() + _PATIENCE_S
         self._patience_ends_s = ends
         since_s = None if self.is_late(timeout_s) else self._begun_s
-        self.lane.post(beat.send, _Outcome())
+        self.loop_thread.post(beat.send, _Outcome())
         while not beat.future.done() and time.monotonic() < ends:
-            mine, looked_s = self.lane.running() is self, time.monotonic()
+            mine, looked_s = self.loop_thread.running() is self, time.monotonic()
             await asyncio.wait({beat.future}, timeout=min(_GRACE_S, timeout_s / 4))
             if mine and time.monotonic() - (since_s := since_s or looked_s) >= timeout_s:
                 return False
@@ -338,7 +342,7 @@ class _Call:
             if self._begun_s is not None or self._over:
                 return False
             self._over = True
-        self.lane.leave()
+        self.loop_thread.leave()
         return True
 
     def end(self) -> None:
@@ -348,8 +352,8 @@ class _Call:
                 return
             self._over = True
         if not self.reply.future.done():
-            self.lane.post(lambda: self._task.cancel() if self._task is not None else None)
-        self.lane.leave()
+            self.loop_thread.post(lambda: self._task.cancel() if self._task is not None else None)
+        self.loop_thread.leave()
 
 
 @dataclass(frozen=True)

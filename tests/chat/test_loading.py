@@ -201,9 +201,11 @@ def test_the_eos_ids_are_those_of_the_first_file_that_names_any(tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps(first))
         (tmp_path / "config.json").write_text(json.dumps(second))
         assert loading._generation_eos(where, None) == ids
-    assert not loading.sees(where, None)
+    assert not loading.is_multimodal(where, None)
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}}))
-    assert loading.sees(where, None) and loading._file_of(where, "config.json", None) == str(tmp_path / "config.json")
+    assert loading.is_multimodal(where, None) and loading._file_of(where, "config.json", None) == str(
+        tmp_path / "config.json"
+    )
 
 
 def test_a_path_is_a_folder_with_a_tokenizer_or_a_name_of_the_hub(tmp_path, monkeypatch):

@@ -58,9 +58,9 @@ def test_only_the_ledger_writes_tokens_provenance_and_mask():
 
 def test_a_turn_is_in_the_loss_and_what_is_given_is_not():
     ledger = Ledger()
-    ledger.given([1, 2], turn=0)
+    ledger.append_observation([1, 2], turn=0)
     ledger.sampled([3], [-0.5], [7], turn=1)
-    ledger.given([4], turn=1)
+    ledger.append_observation([4], turn=1)
     record = ledger.record
     record.check()
     assert (record.token_ids, record.sampled, record.loss_mask) == ([1, 2, 3, 4], [0, 0, 1, 0], [0, 0, 1, 0])
@@ -70,7 +70,7 @@ def test_a_turn_is_in_the_loss_and_what_is_given_is_not():
 
 def test_a_fork_keeps_what_was_sampled_and_replaces_what_nobody_read():
     ledger = Ledger()
-    ledger.given([1, 2], turn=0)
+    ledger.append_observation([1, 2], turn=0)
     assert not ledger.fork([5], turn=0)
     ledger.sampled([3], [-0.5], [7], turn=1)
     assert ledger.fork([5, 6], turn=1)
@@ -80,7 +80,7 @@ def test_a_fork_keeps_what_was_sampled_and_replaces_what_nobody_read():
 
 def test_what_is_taken_back_counts_against_the_response():
     ledger = Ledger()
-    ledger.given([1], turn=0)
+    ledger.append_observation([1], turn=0)
     ledger.sampled([2, 3, 4], [-0.1] * 3, [0] * 3, turn=1)
     assert ledger.cut(2) == 2
     assert (ledger.record.token_ids, ledger.num_cut_tokens, ledger.num_response_tokens) == ([1, 2], 2, 3)
@@ -251,6 +251,6 @@ def test_tokens_of_all_records_count_once_against_the_response():
     assert ledger.fork([1, 2, 3], turn=2) and ledger.num_response_tokens == 7
     ledger.sampled([20], None, [7], turn=3)
     assert ledger.num_response_tokens == 8 and spans(ledger.record) == [("prompt", 0, 3, 2), ("assistant", 3, 4, 3)]
-    ledger.given([30], turn=3)
+    ledger.append_observation([30], turn=3)
     assert spans(ledger.record)[-1] == ("observation", 4, 5, 3)
     assert Ledger().records is not Ledger().records

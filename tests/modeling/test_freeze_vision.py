@@ -11,7 +11,7 @@ from vision_toys import vision_model
 
 from verl_mt.config.actor import ModelConfig
 from verl_mt.errors import ConfigError
-from verl_mt.modeling.lora import add_adapters, freeze_vision, is_adapter, sees
+from verl_mt.modeling.lora import add_adapters, freeze_vision, is_adapter, is_vision
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -33,7 +33,7 @@ def test_adapters_of_all_linear_layers_leave_a_frozen_vision_tower_alone(frozen)
     model = vision_model()
     config = ModelConfig(lora_rank=2, freeze_vision=frozen)
     add_adapters(model, config, seed=0)
-    assert any(sees(name) for name in trained(model)) is not frozen
+    assert any(is_vision(name) for name in trained(model)) is not frozen
     assert all(is_adapter(name) for name in trained(model))
 
 
@@ -48,7 +48,7 @@ def test_adapters_of_all_linear_layers_leave_a_frozen_vision_tower_alone(frozen)
     ],
 )
 def test_vision_is_found_by_the_names_that_transformers_gives_it(name, found):
-    assert sees(name) is found
+    assert is_vision(name) is found
 
 
 def test_a_model_that_does_not_see_is_trained_whole():

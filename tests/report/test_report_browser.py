@@ -253,14 +253,14 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
     with Opened(browser, address(run) + "#/rollouts") as page:
         page.get_by_role("link", name="Timeline").click()
         page.wait_for_selector("svg.timeline")
-        assert page.locator("svg .lane").count() == 16
+        assert page.locator("svg .loop_thread").count() == 16
         assert page.locator("svg .phase-tool").count() == 16
         assert page.locator("svg line.path").count() > 0
         assert page.locator("svg .engine").count() == 0
         assert "What held this rollout" in page.locator("main").inner_text()
         page.select_option("#t-step", "2")
         page.wait_for_function("() => location.hash.endsWith('/2')")
-        page.locator("svg .lane").first.click()
+        page.locator("svg .loop_thread").first.click()
         page.wait_for_selector(".stream")
 
 

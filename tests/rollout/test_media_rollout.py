@@ -31,7 +31,7 @@ from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.workers.micro_batch import compute_log_probs
-from verl_mt.workers.shares import Share
+from verl_mt.workers.rank_batch import RankBatch
 
 CHAT = vision_chat()
 END = CHAT.tokenizer.eos_token_id
@@ -191,7 +191,7 @@ def test_the_local_engine_and_the_trainer_agree_on_every_log_prob():
     rows = torch.arange(len(batch))
     mask = batch[columns.LOSS_MASK]
     for keys in ({"max_tokens": 10**6}, {"max_tokens": 1}):
-        ours = compute_log_probs(model, Share.alone(batch), rows, temperature=1.0, **keys)
+        ours = compute_log_probs(model, RankBatch.alone(batch), rows, temperature=1.0, **keys)
         assert (ours - batch[columns.ROLLOUT_LOG_PROBS])[mask].abs().max() < 1e-5
 
 
@@ -202,7 +202,7 @@ def inverted(made: MediaInput) -> MediaInput:
 def test_the_log_probs_depend_on_the_pixels():
     model = vision_model()
     batch = build_batch(sampled_batch(model), pad_token_id=0)
-    same = compute_log_probs(model, Share.alone(batch), torch.arange(len(batch)), temperature=1.0, max_tokens=10**6)
+    same = compute_log_probs(model, RankBatch.alone(batch), torch.arange(len(batch)), temperature=1.0, max_tokens=10**6)
     darker = [RowMedia(tuple(map(inverted, row.inputs))) for row in columns.media_of(batch)]
     other = forward_log_probs(
         model, batch[columns.INPUT_IDS], batch[columns.ATTENTION_MASK], wanted_BT=batch[columns.LOSS_MASK],

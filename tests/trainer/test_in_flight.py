@@ -124,33 +124,33 @@ class Run:
         """A process, from a checkpoint or from the start."""
         self.stream, self.log = TimedStream(self.length), PromptLog.after(state, self.folder, rows=False)
         waiting = (self.log, None, lambda: None, lambda: None)
-        self.flight = PromptsInFlight(self.plan, Rows(), self.stream, *waiting)
+        self.inflight = PromptsInFlight(self.plan, Rows(), self.stream, *waiting)
         if state is not None:
-            self.flight.load_state_dict(state, other_rows=False)
+            self.inflight.load_state_dict(state, other_rows=False)
             self.step = self.stream.version = state["step"]
 
     def checkpoint(self) -> dict:
-        return {"step": self.step, **self.flight.state_dict()}
+        return {"step": self.step, **self.inflight.state_dict()}
 
     def train_one(self, update_ticks: int, refilled: int) -> None:
-        self.flight.admit(self.step)
-        groups = self.flight.collect(self.step)
+        self.inflight.admit(self.step)
+        groups = self.inflight.collect(self.step)
         left_out = {group.prompt_id: "no signal" for group in groups[:refilled]}
         if refilled:
-            groups = groups[refilled:] + self.flight.more(self.step, refilled, 2)
-        self.flight.admit_during_update(self.step)
+            groups = groups[refilled:] + self.inflight.more(self.step, refilled, 2)
+        self.inflight.admit_during_update(self.step)
         self.ages += [self.step - v for group in groups for v in self.stream.versions[group.prompt_id]]
         for _ in range(update_ticks):
             self.stream.tick()
-        self.flight.ended(self.step + 1, left_out | {group.prompt_id: None for group in groups})
+        self.inflight.ended(self.step + 1, left_out | {group.prompt_id: None for group in groups})
         self.step += 1
         self.stream.version = self.step
         if self.plan.max_staleness and self.step < self.plan.total_steps:
-            self.flight.admit(self.step)
+            self.inflight.admit(self.step)
 
     def roll_back(self) -> None:
         """Whatever is in flight is by weights that are gone; what begins now is by others of the same number."""
-        self.flight.give_up()
+        self.inflight.give_up()
 
     def close(self) -> None:
         self.log.close()
@@ -219,8 +219,8 @@ def test_further_prompts_of_a_step_have_the_next_free_number():
         plan = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9, 1, over_sampling(2, 2.0, 1))
         run = Run(Path(folder), plan, lambda: 1)
         for left_out in ([], ["s000001.00000", "s000001.00003"], ["s000001.002.00001"]):
-            run.flight.ended(1, dict.fromkeys(left_out, "left out"))
-            run.flight.admit(0)
+            run.inflight.ended(1, dict.fromkeys(left_out, "left out"))
+            run.inflight.admit(0)
         opened = [known.prompt_id for known in run.log.open]
         run.close()
     first = [f"s000001.0000{k}" for k in (1, 2)]

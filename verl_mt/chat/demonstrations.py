@@ -97,7 +97,7 @@ def _record(token_ids: list[int], mask: list[int], lengths: list[int], weights: 
     for turn, (length, weight) in enumerate(zip(lengths, weights), 1):
         begin = mask.index(1, at)
         if begin > at or turn == 1:
-            ledger.given(token_ids[at:begin], turn=turn - 1)
+            ledger.append_observation(token_ids[at:begin], turn=turn - 1)
         at = begin + length
         ledger.sampled(token_ids[begin:at], None, [-1] * length, turn=turn)
         if not weight:

@@ -147,7 +147,7 @@ def load_chat(
         "trust_prompts": trust_prompts,
         "extra_end_ids": _generation_eos(folder, revision),
     }
-    if sees(folder, revision):
+    if is_multimodal(folder, revision):
         from verl_mt.chat.vision import ProcessorChat, load_media_processor  # torch and image processors: not for text
 
         media = load_media_processor(folder, revision=revision, trust_remote_code=trust_remote_code)
@@ -224,7 +224,7 @@ def _generation_eos(where: str, revision: str | None) -> list[int]:
     return []
 
 
-def sees(where: str, revision: str | None) -> bool:
+def is_multimodal(where: str, revision: str | None) -> bool:
     """Whether a folder, or a name on the hub, has a model that takes images."""
     file = _file_of(where, "config.json", revision)
     return file is not None and "vision_config" in json.loads(Path(file).read_text(encoding="utf-8"))

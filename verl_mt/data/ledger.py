@@ -222,7 +222,7 @@ class Ledger:
         taken back counts too: a loop that does so again and again must come to an end."""
         return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.records) + self.num_cut_tokens
 
-    def given(self, ids: list[int], *, turn: int) -> None:
+    def append_observation(self, ids: list[int], *, turn: int) -> None:
         """Append what nobody sampled, behind assistant turn `turn`: the record's prompt, then observations."""
         self.record.append_given(ids, kind="observation" if self.record.turns else "prompt", turn=turn)
 
@@ -248,7 +248,7 @@ class Ledger:
             self.records.append(TrajectoryRecord())
         else:
             self.records[-1] = TrajectoryRecord()
-        self.given(prompt_ids, turn=turn)
+        self.append_observation(prompt_ids, turn=turn)
         return stays
 
     def cut(self, keep: int) -> int:

@@ -124,7 +124,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def sees(name: str) -> bool:
+def is_vision(name: str) -> bool:
     """Whether a parameter or module belongs to a vision tower or to the projector behind it, by its name."""
     return not _VISION.isdisjoint(name.split("."))
 
@@ -136,7 +136,7 @@ def freeze_vision(model: nn.Module) -> None:
         ConfigError: the model's config has a `vision_config`, but none of its weights has a name by which a tower is
             known.
     """
-    found = [parameter for name, parameter in model.named_parameters() if sees(name)]
+    found = [parameter for name, parameter in model.named_parameters() if is_vision(name)]
     if not found and getattr(getattr(model, "config", None), "vision_config", None) is not None:
         parts = dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in model.named_parameters())
         raise ConfigError(
@@ -296,7 +296,7 @@ def _targets(model: Any, asked: list[str], *, text_only: bool) -> tuple[list[str
     """Full names of the layers that get an adapter, and the shortest way to say it."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    linear = [name for name in linear if not (text_only and sees(name))]
+    linear = [name for name in linear if not (text_only and is_vision(name))]
     chosen: set[str] = set()
     unknown = []
     for target in asked:

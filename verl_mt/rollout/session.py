@@ -176,7 +176,7 @@ class RolloutSession:
         trajectory.records = self.ledger.records
         self._given, self._given_tools = list(trajectory.messages), list(tools)
         self._num_given = self._prompt_messages = len(trajectory.messages)
-        self.ledger.given(list(prompt_ids), turn=0)
+        self.ledger.append_observation(list(prompt_ids), turn=0)
         self._add_media(trajectory.messages, prompt_ids, 0)
 
     def extend(self, messages: Sequence[Message]) -> None:
@@ -337,7 +337,7 @@ class RolloutSession:
         self.count("inserted_end_tokens", inserted_end)
         self._add_media(queue.messages, delta_ids, media_start)
         if ids:
-            self.ledger.given(ids, turn=self.trajectory.num_turns)
+            self.ledger.append_observation(ids, turn=self.trajectory.num_turns)
         self._queue = replace(queue, messages=(), tail_ids=(), opening_ids=())
         return True
 

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
 from verl_mt.chat.display import token_text
-from verl_mt.chat.loading import sees
+from verl_mt.chat.loading import is_multimodal
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
@@ -162,7 +162,7 @@ def _require_copyable(config: Config) -> None:
     if not config.trainer.steps_ahead or not engines.samples_from_policy(name):
         return
     why = ""
-    if sees(resolve_model_path(model.path), model.revision):
+    if is_multimodal(resolve_model_path(model.path), model.revision):
         why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
     else:
         empty = meta_causal_lm(**source_of(model))

@@ -97,7 +97,7 @@ class PPOTrainer:
     _at_boundary: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flight = PromptsInFlight(
+        self.inflight = PromptsInFlight(
             self.plan, self.draws, self.stream, self.prompt_log, self.spool, self._while_waiting, self._before_it_ends
         )
 
@@ -122,7 +122,7 @@ class PPOTrainer:
                     self._train()
                     self.weights.free_engine_memory()
                     self.export()
-                self.flight.forget_finished()
+                self.inflight.forget_finished()
                 self.log.finish(self.step_number)
             except Interrupted:
                 self._save_boundary()
@@ -134,7 +134,7 @@ class PPOTrainer:
                 raise CheckpointError(disk_refused(self.log.run.path, error)) from error
             except Exception as error:
                 if not isinstance(error, (*LOSSES, CheckpointError)):  # what has failed will be repaired
-                    self.flight.forget_finished()
+                    self.inflight.forget_finished()
                 raise
             finally:
                 self.close()
@@ -151,7 +151,7 @@ class PPOTrainer:
                 # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
-                self.flight.admit_during_update(self.step_number)
+                self.inflight.admit_during_update(self.step_number)
                 if self.config.debug_mode == "rollout_only":
                     return self._rollout_only(groups)
                 self.weights.release()
@@ -181,7 +181,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
-            self.flight.ended(self.step_number + 1, why_left_out(groups, batch))
+            self.inflight.ended(self.step_number + 1, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         return metrics | self._speed(groups, timing) | timing
 
@@ -222,7 +222,7 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
-        return {**self.flight.state_dict(), "random": checkpoint.random_state()}
+        return {**self.inflight.state_dict(), "random": checkpoint.random_state()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
@@ -234,7 +234,7 @@ class PPOTrainer:
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
         if not self.config.val_only:
-            self.flight.load_state_dict(state, other_rows=self._has_other_rows(state))
+            self.inflight.load_state_dict(state, other_rows=self._has_other_rows(state))
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.version)
 
@@ -268,7 +268,7 @@ class PPOTrainer:
             self._score = None
             if self.config.steps_ahead and self.step_number < self.plan.total_steps:
                 self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
-                self.flight.admit(self.step_number)
+                self.inflight.admit(self.step_number)
                 self._at_boundary = {}
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
@@ -295,7 +295,7 @@ class PPOTrainer:
         likely collapse again in the same step.
         """
         state = checkpoint.load(folder)
-        self.flight.give_up()
+        self.inflight.give_up()
         self.weights.free_engine_memory()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
@@ -314,7 +314,7 @@ class PPOTrainer:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
-        self.flight.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
+        self.inflight.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
     def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
@@ -342,14 +342,14 @@ class PPOTrainer:
         """Collect this step's rollout. Or read what another run saved."""
         if self.log.debug is not None and self._replays:
             return self.log.debug.load(self.step_number)
-        self.flight.admit(self.step_number)
-        groups = self.flight.collect(self.step_number)
+        self.inflight.admit(self.step_number)
+        groups = self.inflight.collect(self.step_number)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
-        groups = self.flight.more(self.step_number, num_prompts, number)
+        groups = self.inflight.more(self.step_number, num_prompts, number)
         self.selection.shape(groups)
         return groups
 
@@ -371,7 +371,7 @@ class PPOTrainer:
 
     def _prompt_counts(self) -> dict[str, float]:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
-        drawn = self.flight.counts(self.step_number)
+        drawn = self.inflight.counts(self.step_number)
         return {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     @contextmanager

@@ -25,7 +25,7 @@ const Timeline = (() => {
     Dom.replace(node, el("p", { class: "quiet" }, "opening…"));
     const rollouts = Store.state.rollouts.filter((r) => r.run === run.number && r.split === "train" && r.step === step);
     const all = await Promise.all(rollouts.map((r) => Store.details(r)));
-    const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((lane) => lane.spans.length);
+    const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((loop_thread) => loop_thread.spans.length);
     const engines = lanes.length ? await sampled(run, step) : new Map();
     if (location.hash !== asked) return; // the reader has gone on
     const critical = run.critical[step] ?? null;
@@ -193,10 +193,10 @@ const Timeline = (() => {
   }
 
   function chart(lanes, critical, run, step, engines) {
-    const start = Math.min(...lanes.flatMap((lane) => lane.spans.map((s) => s[1])));
-    const end = Math.max(...lanes.flatMap((lane) => lane.spans.map((s) => s[2])));
+    const start = Math.min(...lanes.flatMap((loop_thread) => loop_thread.spans.map((s) => s[1])));
+    const end = Math.max(...lanes.flatMap((loop_thread) => loop_thread.spans.map((s) => s[2])));
     const on = new Set((critical?.segments ?? []).map((s) => s.trajectory_id));
-    const last = (lane) => Math.max(...lane.spans.filter((s) => s[0] !== "reward").map((s) => s[2]), start);
+    const last = (loop_thread) => Math.max(...loop_thread.spans.filter((s) => s[0] !== "reward").map((s) => s[2]), start);
     if (view.order === "end") lanes.sort((a, b) => on.has(b.rollout.id) - on.has(a.rollout.id) || last(b) - last(a));
     const width = 1000;
     const scale = (t) => (width * (t - start)) / Math.max(end - start, 1e-9);
@@ -211,14 +211,14 @@ const Timeline = (() => {
       drawing.append(svg("line", { x1: (width * k) / 4, x2: (width * k) / 4, y1: 0, y2: height - 20, class: "grid" }));
     }
     drawing.append(...above(busy, engines, step, scale, start, end));
-    lanes.forEach((lane, k) => {
-      const row = svg("g", { class: "lane", "data-n": lane.rollout.number });
-      row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "lane-back" }));
-      for (const [phase, a, b, turn, name] of lane.spans) {
+    lanes.forEach((loop_thread, k) => {
+      const row = svg("g", { class: "loop_thread", "data-n": loop_thread.rollout.number });
+      row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "loop_thread-back" }));
+      for (const [phase, a, b, turn, name] of loop_thread.spans) {
         row.append(bar(`phase-${phase}`, scale, a, b, top + k * ROW + 2, ROW - 4,
-          `${lane.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on`));
+          `${loop_thread.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on`));
       }
-      row.addEventListener("click", () => { location.hash = App.linkTo(lane.rollout); });
+      row.addEventListener("click", () => { location.hash = App.linkTo(loop_thread.rollout); });
       drawing.append(row);
     });
     drawing.append(...path(lanes, critical, scale, start));
@@ -231,7 +231,7 @@ const Timeline = (() => {
 
   // The critical path as a line from bar to bar.
   function path(lanes, critical, scale, start) {
-    const place = new Map(lanes.map((lane, k) => [lane.rollout.id, k]));
+    const place = new Map(lanes.map((loop_thread, k) => [loop_thread.rollout.id, k]));
     const found = [];
     let before = null;
     for (const s of critical?.segments ?? []) {
@@ -248,7 +248,7 @@ const Timeline = (() => {
   // The same in words, a row per piece.
   function chain(critical, lanes) {
     if (!critical?.segments?.length) return null;
-    const known = new Map(lanes.map((lane) => [lane.rollout.id, lane.rollout]));
+    const known = new Map(lanes.map((loop_thread) => [loop_thread.rollout.id, loop_thread.rollout]));
     return el("section", {}, el("h3", {}, "The critical path"), el("div", { class: "scroll" }, el("table", {},
       el("thead", {}, el("tr", {}, ["from", "took", "phase", "turn", "rollout"].map((h) => el("th", { scope: "col" }, h)))),
       el("tbody", {}, critical.segments.map((s) => el("tr", {},

@@ -38,7 +38,7 @@ from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput, score_all
 from verl_mt.rollout.drivers import DriverParts, Episode
 from verl_mt.rollout.generate.args import ROUTER_HOST, GenerateArgs, runtime_of, sampling_dict
-from verl_mt.rollout.generate.asked import CallConversations
+from verl_mt.rollout.generate.requests import CallConversations
 from verl_mt.rollout.generate.returned import settle
 from verl_mt.user_code import CallTimeout, UserCode, is_async_callable
 

@@ -16,7 +16,7 @@ from verl_mt.errors import LedgerError, UserCodeError, value_text
 from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore, as_scores
 from verl_mt.rollout.generate.args import COMPAT
-from verl_mt.rollout.generate.asked import AskedConversation, CallConversations
+from verl_mt.rollout.generate.requests import CallConversations, RequestedConversation
 from verl_mt.rollout.reconcile import Alignment, align
 from verl_mt.rollout.session import RolloutSession
 
@@ -80,10 +80,10 @@ async def settle(result: Any, conversations: CallConversations, path: str, args:
     return outcome
 
 
-def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> list[AskedConversation]:
+def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> list[RequestedConversation]:
     """The conversations of a call; one of which several Samples hold turns of their own (a function that returns every
     step as a Sample, each with all before it as its prompt) in as many parts, so that each Sample has one."""
-    result: list[AskedConversation] = []
+    result: list[RequestedConversation] = []
     for conversation in conversations.items:
         if len(samples) < 2 or len(conversation.session.record.assistant_turns) < 2:
             result.append(conversation)
@@ -100,7 +100,7 @@ def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> lis
     return result
 
 
-def _own_turns(conversation: AskedConversation, sample: Sample) -> tuple[int, int] | None:
+def _own_turns(conversation: RequestedConversation, sample: Sample) -> tuple[int, int] | None:
     """Which of a conversation's assistant turns a Sample's response holds, `[first, last)`, where its tokens end with
     one of them; None where they do not."""
     record = conversation.session.record
@@ -128,7 +128,7 @@ def _copy_until(record: TrajectoryRecord, end: int) -> TrajectoryRecord:
     return copy
 
 
-def _part(conversation: AskedConversation, first: int, last: int) -> AskedConversation:
+def _part(conversation: RequestedConversation, first: int, last: int) -> RequestedConversation:
     """Some turns of a conversation as one of their own, all before them its prompt. The part with the first turn keeps
     the trajectory's id."""
     session = conversation.session
@@ -229,7 +229,7 @@ def _stop_reason(status: Status, known: StopReason | None) -> StopReason:
     return cut or StopReason.SCHEDULER if status is Status.PENDING else StopReason.SCHEDULER
 
 
-def _mismatch(sample: Sample, unmatched: list[AskedConversation], num_asked: int, where: str) -> LedgerError:
+def _mismatch(sample: Sample, unmatched: list[RequestedConversation], num_asked: int, where: str) -> LedgerError:
     """What is wrong with a Sample that no conversation fits."""
     if not num_asked:
         return LedgerError(

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class AskedConversation:
+class RequestedConversation:
     """A session, and how the function sees it."""
 
     number: int
@@ -68,7 +68,7 @@ class CallConversations:
     prompt: Prompt
     prompt_text: str | None
     trust_text: bool = False
-    items: list[AskedConversation] = field(default_factory=list)
+    items: list[RequestedConversation] = field(default_factory=list)
     lost: EngineGoneError | DeadlineError | None = None
     """The engine went away: nothing of this call counts."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -132,8 +132,8 @@ class CallConversations:
                 self._run.engine.close_session(conversation.session.trajectory.trajectory_id)
 
     def match(
-        self, sample: Sample, among: Sequence[AskedConversation] | None = None
-    ) -> tuple[AskedConversation, Alignment] | None:
+        self, sample: Sample, among: Sequence[RequestedConversation] | None = None
+    ) -> tuple[RequestedConversation, Alignment] | None:
         """The conversation whose tokens a Sample holds, the best fitting one; None where none fits."""
         fits = []
         for conversation in self.items if among is None else among:
@@ -147,7 +147,7 @@ class CallConversations:
 
     # ---- which conversation, and what is new in it
 
-    def _find(self, request: EngineRequest, own: Sequence[int]) -> AskedConversation:
+    def _find(self, request: EngineRequest, own: Sequence[int]) -> RequestedConversation:
         """The conversation that goes on, what is new in it queued; or a new one."""
         fitting = [c for c in self.items if not c.busy and self._continues(c, request, own)]
         if fitting:
@@ -161,7 +161,7 @@ class CallConversations:
         cut = [c for c in mine if self._cut(c, request)]
         return cut[0] if cut else self._begin(request)
 
-    def _continues(self, conversation: AskedConversation, request: EngineRequest, own: Sequence[int]) -> bool:
+    def _continues(self, conversation: RequestedConversation, request: EngineRequest, own: Sequence[int]) -> bool:
         if request.ids is not None:
             known = conversation.session.record.token_ids
             same = request.ids[: len(known)] == known
@@ -173,7 +173,7 @@ class CallConversations:
         # Two workers may send the same prompt, and one of them may have been answered with nothing.
         return same and (is_longer or conversation.number in own)
 
-    def _extend(self, conversation: AskedConversation, request: EngineRequest) -> None:
+    def _extend(self, conversation: RequestedConversation, request: EngineRequest) -> None:
         session = conversation.session
         if session.ended:
             return
@@ -188,7 +188,7 @@ class CallConversations:
             session.extend_ids(ids, {"role": "tool", "content": text})
         conversation.text += text
 
-    def _cut(self, conversation: AskedConversation, request: EngineRequest) -> bool:
+    def _cut(self, conversation: RequestedConversation, request: EngineRequest) -> bool:
         """Whether the request keeps a beginning of the last sampled turn; then the rest of that turn is taken back."""
         # Functions end turns themselves (at `</search>`, where the model wrote on). What they keep was sampled behind
         # exactly what the record holds, so it stays as it is; earlier turns were read by this one and cannot be cut.
@@ -217,7 +217,7 @@ class CallConversations:
         conversation.text = before + text
         return True
 
-    def _begin(self, request: EngineRequest) -> AskedConversation:
+    def _begin(self, request: EngineRequest) -> RequestedConversation:
         number, main = len(self.items), self.main
         text = request.text if request.text is not None else self._run.chat.decode(request.ids or [])
         is_row = text == self.prompt_text
@@ -235,7 +235,7 @@ class CallConversations:
         )
         session.verbatim = True
         session.start(list(ids), messages, self.prompt.tools if is_row else [])
-        conversation = AskedConversation(number, session, text)
+        conversation = RequestedConversation(number, session, text)
         self.items.append(conversation)
         return conversation
 
@@ -292,7 +292,7 @@ class CallConversations:
 
     # ---- one turn
 
-    async def _sample(self, conversation: AskedConversation, request: EngineRequest) -> dict[str, Any]:
+    async def _sample(self, conversation: RequestedConversation, request: EngineRequest) -> dict[str, Any]:
         session, turn = conversation.session, request.turn
         if session.ended:
             return self._no_turn(session)
