@@ -8,7 +8,11 @@ import os
 from importlib import import_module
 from typing import Any
 
+from verl_mt import import_paths
+
 __version__ = "0.1.0"
+
+import_paths.install()
 
 # Read once, when torch is imported. Threads that spin while they wait for each other make everything many times slower
 # as soon as another process wants their core (benchmarks/busy_cores.py); those that sleep do not.
