@@ -22,7 +22,15 @@ MAX_BODY_BYTES = 16 * 2**20
 """Of an answer of a search service, unpacked, and of a request to an agent's endpoint."""
 MAX_YAML_BYTES = 2_000_000
 MAX_YAML_VALUES = 100_000
-"""Of a file that declares tools, interactions or servers: its size, and its values where anchors are written out."""
+"""Of a configuration, and of a file that declares tools, interactions or servers: its size, and its values where
+anchors are written out."""
+
+MAX_SCRIPT_CHARACTERS = 100_000
+"""Of a launch script that is migrated, and of each file that it reads with `source`."""
+MAX_SCRIPT_WORK = 20_000_000
+"""Characters that a launch script's variables, arrays and sequences become while it is read."""
+MAX_SCRIPT_BRANCHES = 200
+"""Of a launch script: branches in one another, or one after the other in one `if` or `case`."""
 
 MAX_TEMPLATE_CHARACTERS = 500_000
 """Of a chat template, which is compiled at load; the longest in use have 20,000."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.errors import ConfigError
+from verl_mt.migrate import migrate
 from verl_mt.migrate.shell import Command, read_script
 from verl_mt.migrate.shell_values import shell_text
 
@@ -183,3 +184,46 @@ def test_a_branch_that_only_a_shell_can_choose_says_which_one_is_usual():
     assert command.words[1].endswith(",two}") and read_script(text.replace(":-a", ":-b")).commands[0].words[1].endswith(
         ",one}"
     )
+
+
+LAUNCH = "\npython3 -m verl.trainer.main_ppo data.train_batch_size=8\n"
+TEST = 'if [ "$A" = 1 ]; then\n'
+TOO_MUCH, TOO_MANY = "more than 20000000 characters", "more than 200 branches"
+
+
+UNBOUNDED = {
+    "nested if": (TEST * 3000 + "B=1\n" + "fi\n" * 3000, TOO_MANY),
+    "chain of elif": (TEST + "B=0\n" + 'elif [ "$A" = 2 ]; then\nB=1\n' * 1500 + "fi\n", TOO_MANY),
+    "nested case": ('case "$A" in\na)\n' * 3000 + "B=1;;\n" + "esac\n" * 3000, TOO_MANY),
+    "patterns of nested cases": ('case "$A" in\na|b|c|d)\n' * 30 + "B=1\n;;\n" + ";;\nesac\n" * 30, TOO_MUCH),
+    "growth by branches": ("B=x\n" + f'{TEST}B="${{B}}x"; fi\n' * 60, TOO_MUCH),
+    "loop over a sequence": ("for i in $(seq 1 100000000); do\necho $i\ndone", TOO_MUCH),
+    "falling sequence": ("A=($(seq 100000000 -1 1))", TOO_MUCH),
+    "far place of an array": ("A[100000000]=1", TOO_MUCH),
+    "doubled text": ("A=xxxxxxxx\n" + 'A="$A$A"\n' * 40, TOO_MUCH),
+    "doubled array": ("A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40, TOO_MUCH),
+    "squares": ("A=$((9999999999*9999999999))\n" + "A=$(($A*$A))\n" * 25, TOO_MUCH),
+    "open functions": ("f() {\n" * 3000, "more than 200 functions"),
+    "long comment": ("# " + "x" * 100_000, "has 100060 characters, 100000 at most"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("text", "says"), UNBOUNDED.values(), ids=UNBOUNDED.keys())
+def test_a_script_without_a_bound_is_refused_soon(text, says):
+    with pytest.raises(ConfigError, match=says):
+        migrate(text + LAUNCH)
+
+
+def test_a_sum_of_thousands_of_numbers_is_left_to_the_shell():
+    assert "data.train_batch_size=8" in migrate("A=$((" + "1+" * 5000 + "1))" + LAUNCH).overrides
+
+
+def test_a_script_that_reads_itself_is_refused(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text("source ./run.sh" + LAUNCH)
+    with pytest.raises(ConfigError, match=r"run\.sh reads itself with `source`"):
+        migrate(file.read_text(), file)
+    (tmp_path / "env.sh").write_text("A=8\n")
+    file.write_text("source ./env.sh\nsource ./env.sh" + LAUNCH.replace("=8", "=$A"))
+    assert "data.train_batch_size=8" in migrate(file.read_text(), file).overrides

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_mt.bounds import MAX_SCRIPT_CHARACTERS, MAX_SCRIPT_WORK
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.shell_branches import execute
 from verl_mt.migrate.shell_loops import Function, take_functions
@@ -97,6 +98,26 @@ class Script:
     launching: dict[str, Function] = field(default_factory=dict)
     """Functions that start a launch command with the words of their call."""
 
+    reading: list[str] = field(default_factory=list)
+    """Files that are being read: the script's own, and those that it is in by `source`."""
+    depth: int = 0
+    """Branches that are being read, in one another."""
+    work: int = 0
+    """See `spend`."""
+
+    def spend(self, characters: int) -> None:
+        """Count what reading the script makes, before it is made.
+
+        Raises:
+            ConfigError: it is too much.
+        """
+        self.work += characters
+        if self.work > MAX_SCRIPT_WORK:
+            raise ConfigError(
+                f"the script's variables, loops and branches make more than {MAX_SCRIPT_WORK} characters. Give the "
+                "launch command alone, with its values"
+            )
+
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -123,18 +144,27 @@ def read_script(text: str, file: Path | None = None) -> Script:
         file: where it lies, which is what `$0` and `BASH_SOURCE` mean in it.
 
     Raises:
-        ConfigError: a quote or a bracket that is not closed; a launch command in a loop.
+        ConfigError: a quote or a bracket that is not closed; a launch command in a loop; a script that is too large.
     """
-    functions = {found[1]: found.group() for found in _FUNCTION.finditer(text)}
-    script = Script(functions=functions, file="" if file is None else str(file.resolve()))
+    script = Script(file="" if file is None else str(file.resolve()))
     _read(text, script)
     return script
 
 
 def _read(text: str, script: Script) -> None:
+    if len(text) > MAX_SCRIPT_CHARACTERS:
+        raise ConfigError(
+            f"{script.file or 'the script'} has {len(text)} characters, {MAX_SCRIPT_CHARACTERS} at most are read. Give "
+            "the launch command alone"
+        )
+    if script.file and script.file in script.reading:
+        raise ConfigError(f"{script.file} reads itself with `source`. Give the launch command alone")
+    script.reading.append(script.file)
+    script.functions |= {found[1]: found.group() for found in _FUNCTION.finditer(text)}
     commands, functions = take_functions(list(_split(text)), script.variables, script.arrays)
     script.launching |= functions
     execute(commands, script)
+    script.reading.pop()
 
 
 def _source(words: list[Word], script: Script) -> None:
@@ -149,7 +179,6 @@ def _source(words: list[Word], script: Script) -> None:
     if str(file) != os.path.normpath(named):
         script.note(f"source {named}: read from {file}")
     text, before = file.read_text(errors="replace"), script.file
-    script.functions |= {found[1]: found.group() for found in _FUNCTION.finditer(text)}
     script.file = str(file)
     _read(text, script)
     script.file = before
@@ -216,6 +245,7 @@ def _note_cut(command: Command, script: Script) -> None:
 
 
 def _set_item(name: str, place: int, value: str, script: Script) -> None:
+    script.spend(place)
     items = [*script.arrays.get(name, [])]
     items += [""] * (place + 1 - len(items))
     items[place] = value
@@ -282,28 +312,34 @@ def _expand(word: Word, script: Script) -> list[str]:
         if array := _ARRAY.fullmatch(raw):
             if array.group(1) not in script.arrays:
                 script.note(f"the array {array.group(1)} is not set in this script: what it holds is missing")
-            return script.arrays.get(array.group(1), [])
+            items = script.arrays.get(array.group(1), [])
+            script.spend(sum(map(len, items)) + len(items))
+            return items
         if _ARGUMENTS.fullmatch(raw):
             script.note(f"{raw}: what the script is given on its own command line goes behind the command")
             return []
         if word[0][0] == "expands" and (sequence := _SEQUENCE.fullmatch(_for_inside(raw, script))):
-            return _numbers([int(number) for number in sequence[1].split()])
+            return _numbers([int(number) for number in sequence[1].split()], script)
         if word[0][0] == "expands" and (variable := _VARIABLE.fullmatch(raw)):
             filled = _fill_word(word, script)
             return filled.split() if (variable.group(1) or variable.group(3)) in script.variables else [filled]
     return [_fill_word(word, script)]
 
 
-def _numbers(given: list[int]) -> list[str]:
+def _numbers(given: list[int], script: Script) -> list[str]:
     """What `seq` prints: to last; first to last; first, step, last."""
     first, step, last = (given[0], 1, given[1]) if len(given) == 2 else given if len(given) == 3 else (1, 1, given[0])
     if step == 0:
         return []  # seq refuses it
-    return [str(number) for number in range(first, last + (1 if step > 0 else -1), step)]
+    numbers = range(first, last + (1 if step > 0 else -1), step)
+    script.spend(max(0, (numbers.stop - numbers.start) // step) * len(str(last)))
+    return [str(number) for number in numbers]
 
 
 def _fill_word(word: Word, script: Script) -> str:
-    return "".join(_fill(text, script) if kind in ("expands", "quoted") else text for kind, text in word)
+    filled = "".join(_fill(text, script) if kind in ("expands", "quoted") else text for kind, text in word)
+    script.spend(len(filled))
+    return filled
 
 
 def _for_inside(text: str, script: Script) -> str:
@@ -313,6 +349,7 @@ def _for_inside(text: str, script: Script) -> str:
         if found.group(4) is not None:
             return for_shell(_expansion(found, script))
         known = script.variables.get(found.group(1) or found.group(3))
+        script.spend(len(known or ""))
         return found.group() if known is None else for_shell(known)
 
     return _ANY.sub(value, text)
@@ -345,7 +382,7 @@ def _computed(found: re.Match[str], script: Script) -> str:
     sum_ = re.fullmatch(r"\$\(\(([\d\s+*/()%-]+)\)\)", usual)
     try:
         number = None if sum_ is None else str(int(_value_of(ast.parse(sum_[1].strip(), mode="eval").body)))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):  # not a sum, or a long one
         number = None
     return number if number is not None and usual == text else kept(text, number)
 
@@ -374,6 +411,7 @@ def _fill(text: str, script: Script) -> str:
         known = script.variables.get(name)
         if known is None and script.arrays.get(name):
             known = script.arrays[name][0]  # an array's name alone is its first item
+        script.spend(len(known or ""))
         # A variable that is empty, or would be, gives way to a default that comes later.
         if known is not None and (default is None or known not in ("", f"${{oc.env:{name},}}")):
             return known

@@ -11,6 +11,8 @@ import fnmatch
 from collections.abc import Callable
 from typing import Protocol
 
+from verl_mt.bounds import MAX_SCRIPT_BRANCHES
+from verl_mt.errors import ConfigError
 from verl_mt.migrate.shell_loops import LOOPS, Function, heads, refuse_loop
 from verl_mt.migrate.shell_values import Word, for_shell, is_known, kept, without_variables
 
@@ -25,8 +27,10 @@ class Shell(Protocol):
     arrays: dict[str, list[str]]
     exported: dict[str, str]
     launching: dict[str, Function]
+    depth: int
 
     def note(self, text: str) -> None: ...
+    def spend(self, characters: int) -> None: ...
     def fill(self, word: Word) -> str: ...
     def shown(self, word: Word) -> str: ...
     def run(self, words: list[Word]) -> None: ...
@@ -48,6 +52,7 @@ def execute(commands: list[list[Word]], script: Shell) -> None:
     while place < len(commands):
         words = commands[place]
         head = _raw(words[0])
+        script.spend(len(words))
         if head == "if":
             branches, place = _branches(commands, place)
             _choose(branches, script)
@@ -101,6 +106,7 @@ def _branches(commands: list[list[Word]], start: int) -> tuple[list[Branch], int
         words = commands[place]
         head = _raw(words[0])
         depth += {"if": 1, "fi": -1}.get(_inner_head(words), 0)
+        _check_depth(depth)
         if depth == 0:
             return branches, place + 1
         rest = words[1:]
@@ -124,6 +130,7 @@ def _cases(commands: list[list[Word]], start: int) -> tuple[list[Branch], int]:
     for place, words in [*rest, *enumerate(commands[start + 1 :], start + 1)]:
         head = _raw(words[0])
         depth += 0 if in_pattern else {"case": 1, "esac": -1}.get(head, 0)
+        _check_depth(depth)
         if depth == 0 or (in_pattern and head == "esac"):
             return branches, place + 1
         if head == ";;" and depth == 1:
@@ -165,17 +172,25 @@ def _inner_head(words: list[Word]) -> str:
 def _choose(branches: list[Branch], script: Shell) -> None:
     if not branches:
         return
+    script.depth += 1
+    _check_depth(script.depth)
     (condition, body), *others = branches
-    if not condition:
-        execute(body, script)
-        return
-    truth = _truth(condition[0], script) if len(condition) == 1 else None
+    truth = True if not condition else _truth(condition[0], script) if len(condition) == 1 else None
     if truth is True:
         execute(body, script)
     elif truth is False:
         _choose(others, script)
     else:
         _merge(condition, body, others, script)
+    script.depth -= 1
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MAX_SCRIPT_BRANCHES:
+        raise ConfigError(
+            f"the script has more than {MAX_SCRIPT_BRANCHES} branches in one another or in one `if` or `case`. Give "
+            "the launch command alone"
+        )
 
 
 def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Branch], script: Shell) -> None:
@@ -183,6 +198,7 @@ def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Bra
     text = _as_written(condition, script)
     tested = _tested_for_nothing(condition[0])
     usual = _truth(condition[0], script, from_outside=False) if len(condition) == 1 else None
+    script.spend(len(script.variables) + sum(map(len, script.arrays.values())))
     variables, arrays = dict(script.variables), copy.deepcopy(script.arrays)
     execute(body, script)
     then_variables, then_arrays = script.variables, script.arrays
@@ -196,6 +212,7 @@ def _merge(condition: list[list[Word]], body: list[list[Word]], others: list[Bra
             script.variables[name] = f"${{oc.env:{name},{value}}}"
             continue
         otherwise = f"${{{name}}}" if other is None else for_shell(other)
+        script.spend(len(value) + len(other or ""))
         choice = f'$(if {text}; then echo "{for_shell(value)}"; else echo "{otherwise}"; fi)'
         taken = None if usual is None else value if usual else other
         script.variables[name] = kept(choice, None if taken is None else without_variables(taken))

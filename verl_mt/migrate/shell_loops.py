@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from verl_mt.bounds import MAX_SCRIPT_BRANCHES
 from verl_mt.errors import ConfigError
 from verl_mt.migrate.shell_values import Word
 
@@ -108,8 +109,12 @@ def _has_words(call: list[Word]) -> bool:
 
 
 def _definitions(commands: list[list[Word]]) -> list[tuple[str, int, int]]:
-    """(name, first command, place behind the last) of each function."""
-    found = list[tuple[str, int, int]]()
+    """(name, first command, place behind the last) of each function.
+
+    Raises:
+        ConfigError: many are not closed.
+    """
+    found, unclosed = list[tuple[str, int, int]](), 0
     for start, words in enumerate(commands):
         if found and start < found[-1][2]:
             continue  # a function in a function is a part of it
@@ -124,6 +129,10 @@ def _definitions(commands: list[list[Word]]) -> list[tuple[str, int, int]]:
             if begun and depth <= 0:
                 found.append((named[1] or named[2], start, place + 1))
                 break
+        else:
+            unclosed += 1
+            if unclosed > MAX_SCRIPT_BRANCHES:
+                raise ConfigError(f"more than {MAX_SCRIPT_BRANCHES} functions of the script are not closed")
     return found
 
 
