@@ -384,3 +384,14 @@ def test_what_is_no_schema_is_named_with_its_tool():
         assert str(caught.value).startswith(where + says), caught.value
     with pytest.raises(PluginError, match=r"Nothing: get_openai_tool_schema\(\) raised ValueError: .* no tool schema"):
         ToolSet([Nothing()])
+
+
+@pytest.mark.parametrize("name", ["../../x<script>", "a b", "x" * 129, "f\n"])
+def test_a_name_that_model_apis_refuse_is_refused(name):
+    with pytest.raises(PluginError, match=r"is not 1 to 128 letters, digits, '_', '-' or '\.'"):
+        ToolSet([Calculator({}, {"type": "function", "function": {**COUNT["function"], "name": name}})])
+
+
+@pytest.mark.parametrize("name", ["search.web-v2_1", "x" * 128, "查询"])
+def test_names_in_use_are_taken(name):
+    assert ToolSet([Calculator({}, {"type": "function", "function": {**COUNT["function"], "name": name}})]).names

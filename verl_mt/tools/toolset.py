@@ -22,6 +22,7 @@ from verl_mt.tools.schemas import as_tool_schema
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(?P<rest>(\.[0-9]+)?([eE][+-]?[0-9]+)?)")
 """JSON's grammar."""
 _MAX_DIGITS = 300
+_NAME = re.compile(r"[\w.-]{1,128}")
 
 ROW_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
@@ -51,11 +52,17 @@ class ToolEntry:
             server_checks: see `ArgumentSchema`.
 
         Raises:
-            PluginError: the name is missing, or the parameters are no JSON Schema of type object.
+            PluginError: the name is missing or not one that model APIs take, or the parameters are no JSON Schema of
+                type object.
         """
         if not isinstance(getattr(tool, "name", None), str) or not tool.name:
             raise PluginError(
                 f"{where}: the tool has no name; does its __init__ call super().__init__(config, tool_schema)?"
+            )
+        if not _NAME.fullmatch(tool.name):
+            raise PluginError(
+                f"{where}: the tool name {value_text(tool.name)} is not 1 to 128 letters, digits, '_', '-' or '.', as "
+                "model APIs ask for. Give the tool another name (tool_schema.function.name)"
             )
         if schema is None:
             try:
