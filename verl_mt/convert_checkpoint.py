@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.errors import CheckpointError, VerlMTError, error_text
+from verl_mt.reading import require_file
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,6 +51,7 @@ def convert(folder: Path) -> bool:
     if (damage := find_damage(folder)) is not None:
         raise CheckpointError(damage)
     try:
+        require_file(folder / "state.pt")
         state: dict[str, Any] = torch.load(folder / "state.pt", map_location="cpu", weights_only=False)
         opened = state.get("prompts", {}).get("open", [])
         rows = [pickle.loads(prompt["row"]) for prompt in opened]

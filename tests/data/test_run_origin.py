@@ -9,7 +9,7 @@ import pytest
 
 from verl_mt.data import run_origin
 from verl_mt.data.run_origin import FILE, is_own, require_trust, sign
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, DataError
 
 CONFIG = b"""
 data: {train_files: rows.parquet, val_files: verl_mt.tiny.problems:rows, sampler: mine.sampler:Mine}
@@ -68,7 +68,7 @@ def test_only_the_first_names_are_listed(run):
     with pytest.raises(ConfigError, match=r"names\. Read it"):
         require_trust(run, trust=False)
     (run / "config.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
+    with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
         require_trust(run, trust=False)
 
 

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import http.client
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -304,3 +305,39 @@ def test_texts_of_another_form_are_left_out(tmp_path):
     contents = collect([str(lab.folder)], max_rollouts=100)
     texts = json.loads(gzip.decompress(contents.blocks[contents.runs[0]["texts"]]))
     assert texts == {str(token_id): text for text, token_id in lab.vocabulary.ids.items()}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "deep"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "timings.jsonl", "token_texts.jsonl", "rollouts/step_000002.jsonl"]
+)
+def test_one_file_that_cannot_be_read_costs_no_other(tmp_path, name, kind):
+    """A directory, a FIFO (whose reader waits for ever), or 200,000 levels."""
+    path = small_run(tmp_path / "run", steps=2).folder / name
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}\n" + '{"step": 1}\n')
+    contents = collect([str(tmp_path / "run")], max_rollouts=1000)
+    said = "\n".join(contents.runs[0]["problems"])
+    if kind != "deep":
+        assert f"{path} is a {kind}" in said
+    elif path.suffix == ".yaml":
+        assert f"{path} cannot be read as YAML: more than 64 levels" in said
+    elif name != "token_texts.jsonl":  # whose broken lines are left out without a word
+        assert f"{path.name}, line 1: not a JSON object" in said
+    assert len(list(lines_of(contents))) >= 8, "the other step is shown"
+
+
+def test_a_row_of_many_levels_is_shown_cut(tmp_path):
+    """Python reads so many, and refuses to write them."""
+    lab = small_run(tmp_path / "run", steps=1)
+    path = next((lab.folder / "rollouts").glob("step_*"))
+    row = json.loads(path.read_text().split("\n")[0])
+    row["info"] = "PLACE"
+    path.write_text(json.dumps(row).replace('"PLACE"', "[" * 900 + "]" * 900) + "\n")
+    assert len(list(lines_of(collect([str(lab.folder)], max_rollouts=1000)))) == 1

@@ -42,6 +42,10 @@ def test_the_file_that_mcp_clients_share_is_read_beside_the_tools_file(tmp_path)
     assert found["there"].all_headers == {"Authorization": "Bearer t", "X": "y"}
 
 
+def test_a_json_file_may_be_indented_with_tabs(tmp_path):
+    assert servers('{\n\t"mcpServers": {\n\t\t"a": {"command": "x"}\n\t}\n}', tmp_path)["a"].command == "x"
+
+
 def test_secrets_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "s3")
     inline = {"servers": {"a": {"url": "http://h/mcp", "auth_token": "${MY_TOKEN}"}}}
@@ -70,6 +74,9 @@ def test_an_error_never_shows_a_secret(tmp_path):
         ({"mcpServers": {}}, "no servers"),
         ({"servers": {}}, r"servers.json: expected \{mcpServers.*got keys \['servers'\]"),
         ("{", "servers.json: cannot be read"),
+        ("[" * 200_000, "servers.json: cannot be read: nested too deeply"),
+        ('{"mcpServers": {"a": {"env": ' + "[" * 300 + "]" * 300 + "}}}", "servers.json: more than 64 levels"),
+        (" " * 2_000_001, "servers.json has 2000001 bytes"),
     ],
 )
 def test_a_wrong_servers_file_is_one_error_that_names_it(content, says, tmp_path):

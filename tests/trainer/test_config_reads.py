@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,11 @@ from command_lab import NO_VALIDATION, SMALL, small_trainer
 from verl_mt.config.compose import compose, config_to_yaml
 from verl_mt.config.declare import Section
 from verl_mt.config.schema import Config, leaves
-from verl_mt.errors import ConfigError
+from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.rollout.context import Limits
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.build_data import notes
-from verl_mt.trainer.config_reads import readers, recording
+from verl_mt.trainer.config_reads import readers, reads_recorded, recording, write_reads
 
 ROLLOUT = "actor_rollout_ref.rollout"
 OWN = ("actor_rollout_ref.model.path=verl_mt://tiny", "data.train_files=verl_mt.tiny.problems:rows")
@@ -162,3 +163,18 @@ def test_recordings_may_overlap_and_leave_nothing_behind():
     assert "__getattribute__" not in vars(Section)
     assert (first["data.seed"], first["data.val_seed"], first["data.mixing"]) == ([__name__], [], [__name__])
     assert (second["data.seed"], second["data.val_seed"]) == ([], [__name__])
+
+
+@pytest.mark.timeout(60)
+def test_what_stands_in_place_of_the_file_keeps_no_start_waiting(tmp_path):
+    @reads_recorded
+    def start(config):
+        write_reads(tmp_path)
+
+    os.mkfifo(tmp_path / "config_reads.json")
+    start(compose())
+    assert json.loads((tmp_path / "config_reads.json").read_text())
+    (tmp_path / "config_reads.json").unlink()
+    (tmp_path / "config_reads.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config_reads\.json: a directory is there\. Move it away"):
+        start(compose())

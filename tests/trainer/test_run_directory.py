@@ -221,3 +221,22 @@ def test_a_run_of_an_older_version_goes_on_with_the_correction_that_followed_the
     open_run(tmp_path, older).close()
     with contextlib.nullcontext() if goes_on else pytest.raises(CheckpointError, match="rollout_correction"):
         open_run(tmp_path, newer).close()
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_place_of_a_file_is_waited_for_by_nobody(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    os.mkfifo(run / ".config.yaml")
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        open_run(tmp_path)
+    (run / ".config.yaml").unlink()
+    open_run(tmp_path).close()
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    with pytest.raises(CheckpointError, match=r"config\.yaml is a FIFO"):
+        open_run(tmp_path)
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
+    with pytest.raises(CheckpointError, match="cannot make or read the run directory"):
+        open_run(tmp_path)

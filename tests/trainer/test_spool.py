@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from dataclasses import replace
@@ -157,3 +158,14 @@ def test_what_keeping_a_group_looks_at_does_not_grow_with_the_plan(tmp_path, mon
     for place in reversed(range(50)):
         spool.keep(plan, group(place))
     assert len(asked) == 50 and len(taken(tmp_path / "spool", plan=plan)) == 50
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_file_is_removed_and_sampled_again(tmp_path, caplog):
+    spool = GroupSpool(tmp_path, None)
+    spool.keep(PLAN, group(1))
+    os.mkfifo(tmp_path / "a.pt")
+    for name in ("b.pt", "c.pickle"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    assert taken(tmp_path) == ["s000003.00001"] and names(tmp_path) == ["s000003.00001.pt"]
+    assert "a.pt is sampled again: DataError" in caplog.text and "b.pt is a directory" in caplog.text

@@ -11,11 +11,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.bounds import MAX_DEPTH, MAX_YAML_BYTES, MAX_YAML_VALUES, excess
 from verl_mt.config.redact import redact
 from verl_mt.config_paths import find_config_file
-from verl_mt.errors import ConfigError, PluginError, UnknownKeyError, error_text
+from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, error_text
 from verl_mt.plugins import OBJECT, given_object, load_object, suggest
+from verl_mt.reading import read_yaml
 
 
 @dataclass(frozen=True)
@@ -111,26 +111,12 @@ def load_declarations(path: str | Path, *, key: str, config_key: str, fields: tu
     return declarations
 
 
-def check_size(file: Path) -> None:
-    """Raises:
-    ConfigError: a YAML file that is too large, or whose anchors or nesting make it so.
-    yaml.YAMLError, OSError, UnicodeDecodeError: it cannot be read.
-    """
-    too_much = f"more than {MAX_YAML_BYTES} bytes" if file.stat().st_size > MAX_YAML_BYTES else ""
-    if not too_much:
-        try:
-            value = yaml.safe_load(file.read_text(encoding="utf-8"))
-            too_much = excess(value, max_values=MAX_YAML_VALUES, max_characters=MAX_YAML_BYTES)
-        except RecursionError:
-            too_much = f"more than {MAX_DEPTH} levels"
-    if too_much:
-        raise ConfigError(f"{file}: {too_much}, with anchors written out. Write a shorter file")
-
-
 def _read(file: Path, key: str) -> list[Any]:
     try:
-        check_size(file)
+        read_yaml(file)  # its bounds: OmegaConf has none
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=True, throw_on_missing=True)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as YAML: {error}") from error
     example = f"{key}:\n  - class_name: my_package.my_module.MyClass\n    config: {{}}"

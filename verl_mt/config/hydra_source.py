@@ -28,6 +28,7 @@ from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpos
 from verl_mt.config.schema import Config
 from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError
+from verl_mt.reading import parse_yaml
 
 BASE = "base_config"
 """The schema's name in Hydra's ConfigStore."""
@@ -83,7 +84,7 @@ def read_yaml(file: Path) -> Any:
         ConfigError: not YAML; names the file and the line.
     """
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        return parse_yaml(file.read_text(encoding="utf-8"), _Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError(f"{file}, line {line}: {error.problem or error}") from None

@@ -13,7 +13,6 @@ A row of another form (of another program, or with an id that is no UTF-8) is a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from verl_mt.data.run_files import (
 )
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import DataError
+from verl_mt.reading import parse_json, require_file
 
 _VERSION_KEY, VERSION = b"verl_mt.rollout_rows", b"1"
 """In the file's metadata: how rows are laid out in columns, whatever the rows' own `schema_version`."""
@@ -164,6 +164,7 @@ def read_parquet(path: str | Path) -> Iterator[dict[str, Any]]:
         DataError: not a file of rollout rows, of another layout, or damaged; names it.
     """
     try:
+        require_file(path)
         file = pq.ParquetFile(path)
         version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY)
         if version != VERSION:
@@ -171,7 +172,7 @@ def read_parquet(path: str | Path) -> Iterator[dict[str, Any]]:
             raise DataError(f"{path}: {what}; this verl_mt reads layout {VERSION.decode()!r}")
         for batch in file.iter_batches(_ROWS_PER_GROUP):
             yield from _rows_of(batch)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
@@ -182,6 +183,7 @@ def count_rows(path: str | Path) -> int:
         DataError: not a Parquet file, or a damaged one.
     """
     try:
+        require_file(path)
         return pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
@@ -276,14 +278,14 @@ def _rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 def _row(of_row: dict[str, Any], tokens: dict[str, Any]) -> dict[str, Any]:
     if of_row["other"] is not None:
-        row = json.loads(of_row["other"])
+        row = parse_json(of_row["other"])
     else:
-        row = {name: of_row[name] for name in _ROW_TYPES} | json.loads(of_row["details"])
+        row = {name: of_row[name] for name in _ROW_TYPES} | parse_json(of_row["details"])
         for k, record in enumerate(row["records"]):
             record |= {name: tokens[name][k] for name in TOKEN_COLUMNS}
     if of_row["late_details"] is None:  # a whole row of another form
         return row
-    row |= {"step": of_row["step"], "reward": of_row["reward"]} | json.loads(of_row["late_details"])
+    row |= {"step": of_row["step"], "reward": of_row["reward"]} | parse_json(of_row["late_details"])
     for k, record in enumerate(row["records"]):
         record |= {name: tokens[name][k] for name in UPDATE_COLUMNS}
         if record["clipped"] is None:

@@ -20,7 +20,6 @@ step (in flight, `trainer.max_staleness`) are open again. No line has a time; th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.run_files import json_text, writing
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.errors import DataError, error_text
+from verl_mt.reading import parse_json, read_bytes, require_file
 
 FILE = "prompt_log.jsonl"
 
@@ -188,6 +188,7 @@ class PromptLog:
         """Handed to the system when this returns: whatever kills the process, the line stays."""
         with writing(self._path):
             if self._file is None:
+                require_file(self._path, or_device=True)
                 self._file = self._path.open("ab")
                 # Whatever stands there, a line that a killed process has torn perhaps: this is a line of its own.
                 self._file.write(b"\n" * (self._file.tell() > 0) + json_text(self._begun) + b"\n")
@@ -310,16 +311,15 @@ def read_prompt_log(run: str | Path) -> PromptHistory:
         DataError: there is no log, or a line is none of it; names file and line.
     """
     path = Path(run) / FILE
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error}): no directory of a run that has drawn prompts") from error
+    if not path.exists():
+        raise DataError(f"{path} cannot be read: no directory of a run that has drawn prompts")
+    lines = read_bytes(path).split(b"\n")
     history = PromptHistory()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            history.take(json.loads(line))
+            history.take(parse_json(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if _is_torn(lines[number:]):
                 continue

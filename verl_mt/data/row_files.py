@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.data.run_files import read_jsonl_tolerant, write_rows
+from verl_mt.reading import require_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -83,12 +84,13 @@ def count_rows(path: str | Path) -> int:
     """How many rows a file has, without reading what they hold.
 
     Raises:
-        DataError: a damaged file of columns.
+        DataError: not a regular file, or a damaged file of columns.
     """
     if Path(path).suffix == f".{PARQUET}":
         from verl_mt.data import columnar_rows
 
         return columnar_rows.count_rows(path)
+    require_file(path)
     with open(path, "rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 

@@ -41,6 +41,7 @@ from verl_mt.data.media import from_wire, is_image, to_wire
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.data.user_values import MAX_DEPTH
 from verl_mt.errors import CheckpointError, DataError, key_text, value_text
+from verl_mt.reading import parse_json, read_bytes, require_file
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -184,6 +185,8 @@ def disk_refused(path: str | Path, error: OSError) -> str:
     while not place.exists() and place != place.parent:
         place = place.parent
     free = shutil.disk_usage(place).free
+    if isinstance(error, IsADirectoryError):
+        return f"cannot write {path}: a directory is there. Move it away and give the same command again"
     return (
         f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); make room, or choose another "
         "folder. The same command then goes on from what is complete"
@@ -226,6 +229,7 @@ def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
     path = Path(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        require_file(path, or_device=True)
         with open(path, "ab") as file:
             file.write(json_text(metrics) + b"\n")
             file.flush()
@@ -235,7 +239,7 @@ def append_metrics(path: str | Path, metrics: dict[str, Any]) -> None:
 def append_token_texts(folder: str | Path, texts: dict[int, str]) -> None:
     """Add what token ids look like to a run directory's table; it is on disk when this returns."""
     path = Path(folder) / _TOKEN_TEXTS
-    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):  # a killed process left a torn line
+    if path.exists() and read_bytes(path)[-1:] not in (b"", b"\n"):  # a killed process left a torn line
         with writing(path), open(path, "ab") as file:
             file.write(b"\n")
     append_metrics(path, {str(token_id): text for token_id, text in texts.items()})
@@ -247,9 +251,9 @@ def read_token_texts(folder: str | Path) -> dict[int, str]:
     if not path.exists():
         return {}
     texts: dict[int, str] = {}
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_bytes(path).split(b"\n"):
         try:
-            found = json.loads(line) if line.strip() else {}
+            found = parse_json(line) if line.strip() else {}
         except ValueError:
             continue
         if isinstance(found, dict):
@@ -266,7 +270,7 @@ def truncate_metrics(path: str | Path, after_step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_bytes(path).splitlines(keepends=True)
     kept: list[tuple[int, frozenset[str], bytes]] = []
     for line, row in zip(lines, _parse_lines(lines, path)):
         step = row.get("step", -1)
@@ -288,10 +292,10 @@ def read_jsonl_tolerant(path: str | Path) -> list[dict[str, Any]]:
     """All rows of a JSON Lines file that a killed run may have left with a torn last line, which is left out.
 
     Raises:
-        DataError: a broken line that is not the last (names file and line).
+        DataError: not a regular file, or a broken line that is not the last (names file and line).
     """
     path = Path(path)
-    return _parse_lines(path.read_bytes().splitlines(keepends=True), path)
+    return _parse_lines(read_bytes(path).splitlines(keepends=True), path)
 
 
 def to_json_value(value: Any, levels: int = 2 * MAX_DEPTH) -> Any:
@@ -383,7 +387,7 @@ def _parse_lines(lines: list[bytes], path: Path) -> list[dict[str, Any]]:
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("torn")
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             rows.append(row)

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, DataError
+from verl_mt.reading import read_bytes, read_yaml
 
 FILE = ".origin"
 _CODE = re.compile(r"\S+\.py(:\w+)?|(?!verl_mt\b)[A-Za-z_]\w*((\.\w+)*:\w+|(\.\w+)+)")
@@ -36,9 +35,9 @@ def sign(run: Path, config: bytes) -> None:
 def is_own(run: Path) -> bool:
     """Whether a run of this user wrote the `config.yaml` there, and nobody has changed it."""
     try:
-        expected = _signature((run / "config.yaml").read_bytes(), _key(create=False))
-        return hmac.compare_digest((run / FILE).read_bytes(), expected.encode())
-    except (OSError, RuntimeError):
+        expected = _signature(read_bytes(run / "config.yaml"), _key(create=False))
+        return hmac.compare_digest(read_bytes(run / FILE), expected.encode())
+    except (OSError, RuntimeError, DataError):
         return False
 
 
@@ -47,14 +46,12 @@ def require_trust(run: Path, *, trust: bool) -> None:
 
     Raises:
         ConfigError: it is not this user's own, and `trust` is off; lists the code that it names.
+        DataError: it cannot be read.
     """
     if trust or is_own(run):
         return
     file = run / "config.yaml"
-    try:
-        named = list(_code(yaml.safe_load(file.read_text())))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
+    named = list(_code(read_yaml(file)))
     more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     names = f" It names {', '.join(named[:_SHOWN])}{more}." if named else ""
     raise ConfigError(

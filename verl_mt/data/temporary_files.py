@@ -58,7 +58,7 @@ def put_in_place(folder: Path, final: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove all temporary files and folders in a run directory, whose lock this process holds."""
     for leftover in list(folder.rglob(f".*{_SUFFIX}")):
-        _remove(leftover)
+        remove(leftover)
     for aside in list(folder.rglob(f".*{_ASIDE}")):
         _bring_back(aside)
 
@@ -70,7 +70,7 @@ def sweep_beside(final: Path) -> None:
             handle = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(leftover)
+                remove(leftover)
             finally:
                 os.close(handle)
     _bring_back(final.with_name(f".{final.name}{_ASIDE}"))
@@ -81,10 +81,11 @@ def _bring_back(aside: Path) -> None:
     if aside.exists() and not final.exists():
         os.rename(aside, final)
     elif aside.exists():
-        _remove(aside)
+        remove(aside)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """A file, a link or a folder with what is in it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -22,11 +22,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.errors import DataError
+from verl_mt.reading import read_yaml
 
 _COMPUTED = ("prefill", "decode")
 _BOUNDS = (1, 2, 4)
@@ -54,13 +53,13 @@ def measured_steps(run: str | Path) -> list[MeasuredStep]:
     """
     run = Path(run)
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text())
-        files = [run / name for name in ("metrics.jsonl", "timings.jsonl") if (run / name).exists()]
-        lines: dict[int, dict[str, Any]] = {}
-        for line in (line for file in files for line in read_jsonl_tolerant(file)):
-            lines[line["step"]] = lines.get(line["step"], {}) | line
-    except OSError as error:
+        config = read_yaml(run / "config.yaml")
+    except DataError as error:
         raise DataError(f"{run} is no directory of a run: {error}") from error
+    files = [run / name for name in ("metrics.jsonl", "timings.jsonl") if (run / name).exists()]
+    lines: dict[int, dict[str, Any]] = {}
+    for line in (line for file in files for line in read_jsonl_tolerant(file)):
+        lines[line["step"]] = lines.get(line["step"], {}) | line
     if config.get("trainer", {}).get("max_staleness"):
         raise DataError(f"{run / 'config.yaml'}: this run sampled ahead already; give one with trainer.max_staleness=0")
     found = []

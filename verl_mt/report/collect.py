@@ -194,7 +194,7 @@ def pack(value: Any) -> bytes:
     """JSON, gzipped; the same bytes for the same value."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # NaN, which only files that somebody else wrote can hold
+    except (ValueError, RecursionError):  # NaN, or many levels: only files that somebody else wrote hold them
         text = json.dumps(to_json_value(value), ensure_ascii=False, separators=(",", ":"))
     return gzip.compress(text.encode(errors="replace"), 6, mtime=0)
 

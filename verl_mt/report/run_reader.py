@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_mt.data.row_files import PARQUET, RowFile, row_files
 from verl_mt.data.row_files import read_rows as read_rollout_rows
 from verl_mt.data.run_files import READABLE_VERSIONS, SCHEMA_VERSION, read_token_texts
 from verl_mt.errors import DataError
+from verl_mt.reading import parse_json, read_bytes, read_yaml
 
 _SECTIONS = ("actor_rollout_ref", "actor_rollout_ref.model", "trainer")
 """Of `config.yaml`, which the page reads."""
@@ -72,12 +70,15 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The objects of a JSON Lines file, and a sentence about every line that is none."""
     rows, problems = [], []
-    lines = path.read_bytes().split(b"\n")
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except DataError as error:
+        return [], [f"{error}. It is left out."]
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             rows.append(row)
@@ -122,9 +123,9 @@ def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
         problems.append("config.yaml is missing: clip ranges and settings are not known.")
         return {}
     try:
-        found = yaml.safe_load(path.read_text(errors="replace"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        problems.append(f"config.yaml cannot be read ({str(error).splitlines()[0]}).")
+        found = read_yaml(path)
+    except DataError as error:
+        problems.append(f"{error}. Settings are not known.")
         return {}
     if not isinstance(found, dict):
         problems.append(f"config.yaml holds no keys but {type(found).__name__}: settings are not known.")
@@ -152,7 +153,11 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _token_texts(run: Run) -> dict[int, str]:
-    texts = read_token_texts(run.path)
+    try:
+        texts = read_token_texts(run.path)
+    except DataError as error:
+        run.problems.append(f"{error}. Tokens are shown as their ids.")
+        return {}
     if texts or not row_files(run.path):
         return texts
     tokenizer = run.path / "hf" / "tokenizer.json"

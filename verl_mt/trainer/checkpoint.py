@@ -37,6 +37,7 @@ from verl_mt.data.digests import damage, save_tensors
 from verl_mt.data.plain_objects import from_plain, to_plain
 from verl_mt.data.run_files import disk_refused
 from verl_mt.errors import CheckpointError, DataError, error_text
+from verl_mt.reading import parse_json, read_bytes, require_file
 
 log = logging.getLogger(__name__)
 
@@ -199,8 +200,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         CheckpointError: missing, unreadable, damaged, or of a version this program does not know.
     """
     try:
-        meta = json.loads((path / "meta.json").read_text())
-    except (OSError, ValueError) as error:
+        meta = parse_json(read_bytes(path / "meta.json"))
+    except (ValueError, DataError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error}") from error
     version = meta.get("schema_version") if isinstance(meta, dict) else None
     if version not in (SCHEMA_VERSION, *PICKLED):
@@ -252,6 +253,7 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
             f"it is read. If you trust it, convert it: python -m verl_mt.convert_checkpoint {path}"
         )
     try:
+        require_file(path / "state.pt")
         return torch.load(path / "state.pt", map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         names = re.search(r"GLOBAL (\S+)", str(error))

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from verl_mt.config.checks import means_nothing
 from verl_mt.config.declare import Section
 from verl_mt.config.schema import Config, leaves
-from verl_mt.data.run_files import writing
+from verl_mt.data.run_files import atomic_file, writing
 
 FILE = "config_reads.json"
 T = TypeVar("T")
@@ -93,8 +93,8 @@ def write_reads(folder: Path) -> None:
     """`config_reads.json`, at the end of a start."""
     reads = _current.get()
     assert reads is not None, "the start is recorded"
-    with writing(folder / FILE):
-        (folder / FILE).write_text(json.dumps(readers(reads), indent=1) + "\n")
+    with writing(folder / FILE), atomic_file(folder / FILE) as file:
+        file.write(json.dumps(readers(reads), indent=1).encode() + b"\n")
 
 
 def readers(reads: KeyReads) -> dict[str, list[str]]:

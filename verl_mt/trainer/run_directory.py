@@ -26,7 +26,8 @@ from verl_mt.config.schema import TrainerConfig, leaves, sections
 from verl_mt.data import run_origin
 from verl_mt.data.run_files import writing
 from verl_mt.data.temporary_files import sweep
-from verl_mt.errors import CheckpointError
+from verl_mt.errors import CheckpointError, DataError
+from verl_mt.reading import read_yaml
 from verl_mt.trainer.checkpoint import CheckpointStore
 
 _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
@@ -269,7 +270,9 @@ def _named_checkpoint(trainer: TrainerConfig) -> Path | None:
 
 def _is_fresh(path: Path) -> bool:
     """Absent, empty, or left by a process that was killed before it had written its config."""
-    return not path.exists() or all(p.name in (".lock", ".config.yaml", run_origin.FILE) for p in path.iterdir())
+    return not path.exists() or all(
+        p.is_file() and p.name in (".lock", ".config.yaml", run_origin.FILE) for p in path.iterdir()
+    )
 
 
 def _try_lock(path: Path) -> int | None:
@@ -293,7 +296,7 @@ def _try_lock(path: Path) -> int | None:
 def _holder(path: Path) -> str | None:
     """Who holds the lock, in words; None if nobody does."""
     try:
-        handle = os.open(path / ".lock", os.O_RDONLY)
+        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -330,11 +333,11 @@ def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerC
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(file.read_text())
+        config = read_yaml(file)
         sections = {} if config is None else config
         if not isinstance(sections, dict) or not isinstance(sections.get("trainer", {}), dict):
             raise ValueError("no configuration: a mapping of sections was expected")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (ValueError, DataError) as error:
         raise CheckpointError(
             f"{file} of an unfinished run cannot be read ({' '.join(str(error).split())}), so that nobody can say "
             "whether this command goes on with it: put the file back, move the run away, or start anew with "

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.data.plain_objects import pack, unpack
-from verl_mt.data.temporary_files import temporary
+from verl_mt.data.temporary_files import remove, temporary
 from verl_mt.data.trajectory import Status, TrajectoryGroup
 from verl_mt.errors import error_text
+from verl_mt.reading import read_bytes
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 
@@ -45,7 +46,7 @@ class GroupSpool:
         self._cannot = False
         earlier = list(folder.glob("*.pickle"))
         for path in earlier:
-            path.unlink()
+            remove(path)
         if earlier:
             log.warning(
                 "%s: %d group(s) of an earlier version are pickles. They are sampled again", folder, len(earlier)
@@ -55,7 +56,7 @@ class GroupSpool:
             if kept is not None and version is not None and max(_versions(kept.group), default=0) <= version:
                 self._ready[kept.group.prompt_id] = kept
             else:
-                path.unlink()
+                remove(path)
 
     def keep(self, plan: RolloutPlan, group: TrajectoryGroup) -> None:
         """Write one of a plan, unless something in it has failed: whoever goes on has repaired that, and samples it
@@ -106,7 +107,7 @@ class GroupSpool:
 
     def _read(self, path: Path) -> _Kept | None:
         try:
-            kept = _Kept(**unpack(path.read_bytes()))
+            kept = _Kept(**unpack(read_bytes(path)))
             if not isinstance(kept.group, TrajectoryGroup):
                 raise TypeError(f"it holds a {type(kept.group).__name__}")
             return kept

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
-from verl_mt.config.declarations import check_size
-from verl_mt.errors import ConfigError
+from verl_mt.bounds import MAX_YAML_BYTES, MAX_YAML_VALUES, excess
+from verl_mt.errors import ConfigError, DataError
 from verl_mt.plugins import suggest
+from verl_mt.reading import parse_json, read_bytes, read_yaml
 from verl_mt.tools.settings import ToolSettings, parse_settings
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -103,11 +102,11 @@ def _read_file(path: Path, beside: Path) -> Any:
             f"mcp.mcp_servers_config_path: no file {str(path)!r}; looked at {', '.join(map(str, candidates))}"
         )
     try:
-        check_size(file)  # JSON is YAML
-        text = file.read_text(encoding="utf-8")
-        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = parse_json(read_bytes(file, MAX_YAML_BYTES)) if file.suffix == ".json" else read_yaml(file)
+    except (ValueError, DataError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
+    if too_much := excess(content, max_values=MAX_YAML_VALUES, max_characters=MAX_YAML_BYTES):
+        raise ConfigError(f"{file}: {too_much}. Write a shorter file")
     if not isinstance(content, Mapping) or not isinstance(content.get("mcpServers"), Mapping):
         got = f"keys {list(content)}" if isinstance(content, Mapping) else type(content).__name__
         hint = suggest(next(iter(content), ""), ["mcpServers"]) if isinstance(content, Mapping) else ""
