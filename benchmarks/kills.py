@@ -41,8 +41,8 @@ from typing import Any
 
 from provenance import provenance
 
-from verl_mt import prompt_log
 from verl_mt.data.row_files import read_rows, row_files
+from verl_mt.extensions.inspection import prompt_log
 
 STEPS = 6
 WORDS = [

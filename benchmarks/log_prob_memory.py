@@ -112,7 +112,7 @@ def free_bytes(device: str) -> int:
         import torch
 
         return torch.cuda.mem_get_info()[0]
-    from verl_mt.doctor.resources import available_memory
+    from verl_mt.extensions.inspection.doctor.resources import available_memory
 
     return int(available_memory())
 

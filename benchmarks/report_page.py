@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verl_mt.report.__main__ import main as write_report
+from verl_mt.extensions.inspection.report.__main__ import main as write_report
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

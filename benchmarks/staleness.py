@@ -39,7 +39,7 @@ from typing import Any
 import yaml
 from provenance import provenance
 
-from verl_mt.doctor.ahead import measured_steps, seconds_ahead
+from verl_mt.extensions.inspection.doctor.ahead import measured_steps, seconds_ahead
 
 HERE = Path(__file__).resolve().parent
 CORRECTIONS = {

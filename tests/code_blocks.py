@@ -148,7 +148,7 @@ def check_module(module: str, words: list[str]) -> None:
     if module == "verl_mt.migrate":
         assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).framework
         return
-    if module in ("verl_mt.trainer", "verl_mt.doctor"):
+    if module in ("verl_mt.trainer", "verl_mt.extensions.inspection.doctor"):
         if "--ahead" not in words:  # which reads a finished run, and no configuration
             compose_words([word for word in words if word != "--demos"])  # the doctor's own
         return

@@ -15,8 +15,8 @@ from toys import CHATML, toy_tokenizer
 from verl_mt.chat import load_chat, replay
 from verl_mt.chat.display import GIVEN, TRAINED, render_tokens
 from verl_mt.chat.sanity import WARNING
-from verl_mt.check_template import main
-from verl_mt.check_template.report import build_report, print_report
+from verl_mt.extensions.inspection.check_template import main
+from verl_mt.extensions.inspection.check_template.report import build_report, print_report
 
 STRIPS = CHATML.replace("{{ message.content }}", "{{ message.content | trim }}")
 NO_TOOL_ROLE = "{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif -%}" + (

@@ -10,8 +10,8 @@ import pytest
 
 from verl_mt import check_data
 from verl_mt.data.dataset import load_rows
-from verl_mt.data_check import main
 from verl_mt.errors import VerlMTError
+from verl_mt.extensions.inspection.data_check import main
 
 ROW = {"prompt": "How many pens?", "data_source": "stock", "ground_truth": 3}
 

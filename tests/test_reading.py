@@ -27,8 +27,8 @@ from verl_mt.data.run_files import (
     truncate_metrics,
 )
 from verl_mt.data.run_origin import is_own, require_trust
-from verl_mt.doctor.ahead import measured_steps
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
+from verl_mt.extensions.inspection.doctor.ahead import measured_steps
 from verl_mt.reading import parse_json, parse_yaml, read_bytes, read_yaml, require_file
 from verl_mt.trainer.checkpoint import CheckpointStore, read_meta, read_state
 

@@ -6,28 +6,28 @@ what it does at Ctrl-C.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from verl_mt.extension_points import find, known, own
 
 COMMANDS = {
     "train": ("trainer", "train a policy on multi-turn rollouts"),
-    "check-data": ("data_check", "what a run understands of a data file"),
     "sft": ("sft", "a cold start by supervised training on conversations"),
     "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
-    "doctor": ("doctor", "what is wrong with a run, before it begins"),
-    "report": ("report", "what runs did, as one HTML file"),
     "convert-checkpoint": ("convert_checkpoint", "checkpoints of earlier versions in today's format"),
-    "prompt-log": ("prompt_log", "whether every drawn prompt of a run was trained once, or left out"),
     "export": ("export", "a checkpoint as a plain model folder"),
     "migrate": ("migrate", "a launch script of verl, ms-swift or slime as one of ours"),
-    "check-template": ("check_template", "what a chat template does to conversations"),
     "serve-tools": ("serve_tools", "a run's tools for any MCP client"),
     "retrieval": ("retrieval", "a search server for the search tool"),
     "keys": ("config.write_reference", "all keys of the configuration, as a page"),
 }
-"""Command -> (module, what it does)."""
+"""Command of the core -> (module, what it does). Extensions bring more: the entry points `verl_mt.commands`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,21 +48,39 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(f"verl_mt {__version__}")
         return
-    if words[0] not in COMMANDS:
-        names = {**{name: name for name in COMMANDS}, **{module: name for name, (module, _) in COMMANDS.items()}}
+    module = _core().get(words[0]) or find("verl_mt.commands", words[0])
+    if module is None:
+        commands = {**_core(), **known("verl_mt.commands")}
+        names = {path.rpartition(".")[2]: name for name, path in commands.items()} | {name: name for name in commands}
         close = difflib.get_close_matches(words[0], names, n=1)
         hint = f"; did you mean {names[close[0]]}?" if close else ""
-        print(f"error: verl-mt has no command {words[0]!r}{hint} There is: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: verl-mt has no command {words[0]!r}{hint} There is: {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
-    module = f"verl_mt.{COMMANDS[words[0]][0]}"
     sys.argv = [f"verl-mt {words[0]}", *words[1:]]
     if "" not in sys.path:  # as `python -m` does: modules of the working directory can be named
         sys.path.insert(0, "")
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def _core() -> dict[str, str]:
+    return {name: f"verl_mt.{module}" for name, (module, _) in COMMANDS.items()}
+
+
+def _what(module: str) -> str:
+    """What an extension's command does: the first line of its docstring, after "`python -m ...`: ". No import."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    file = Path(spec.origin)
+    file = file.with_name("__main__.py") if file.name == "__init__.py" else file
+    text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+    return text.partition("`: ")[2].partition(" (docs/")[0].rstrip(".?")
+
+
 def _usage() -> str:
-    lines = [f"  {name:15} {what}" for name, (_, what) in COMMANDS.items()]
+    """Reads no metadata: commands of other packages are listed in the error for an unknown one."""
+    does = {name: what for name, (_, what) in COMMANDS.items()}
+    does |= {name: _what(module) for name, module in own("verl_mt.commands").items()}
+    lines = [f"  {name:18} {what}" for name, what in does.items()]
     return "\n".join(
         ["usage: verl-mt COMMAND [arguments]", "", *lines, "", "verl-mt COMMAND --help says more; verl-mt --version."]
     )

@@ -24,6 +24,9 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from verl_mt.errors import PluginError, error_text
+from verl_mt.extension_points import find as find_entry_point
+from verl_mt.extension_points import known as known_entry_points
+from verl_mt.extension_points import own
 
 T = TypeVar("T")
 
@@ -44,9 +47,25 @@ class Registry(dict[str, T], Generic[T]):
             or one of the same qualified name from a re-imported file, is fine).
     """
 
-    def __init__(self, kind: str, items: Mapping[str, T | str] | None = None):
-        super().__init__(cast("dict[str, T]", items or {}))
+    def __init__(self, kind: str, items: Mapping[str, T | str] | None = None, *, group: str | None = None):
+        """Args:
+        kind: one of them in a word, for errors.
+        items: what stands in it from the start.
+        group: a group of entry points (`verl_mt.trackers`), whose names it has too.
+        """
+        super().__init__(cast("dict[str, T]", {**(items or {}), **(own(group) if group else {})}))
         self.kind = kind
+        self._group = group
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        if self._group is None or not isinstance(name, str) or names_code(name):
+            return False
+        path = find_entry_point(self._group, name)
+        if path is not None:
+            super().__setitem__(name, cast("T", path))
+        return path is not None
 
     def __setitem__(self, name: str, value: T) -> None:
         old = self.get(name)
@@ -76,7 +95,8 @@ class Registry(dict[str, T], Generic[T]):
         """
         if name in self:
             return self[name]
-        raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, self)}. Registered: {listing(self)}")
+        names = {*self, *(known_entry_points(self._group) if self._group else ())}
+        raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, names)}. Registered: {listing(names)}")
 
 
 class ReplacingNames(MutableMapping[str, T]):
@@ -236,6 +256,18 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingName
             raise PluginError(f"{what}: {module_name} has no {part!r}{suggest(part, names)} (from {path!r})")
         target = getattr(target, part)
     return target
+
+
+def extension_function(name: str) -> Any:
+    """What an extension does for the core under a name of the group `verl_mt.functions`: `examine`, `report`.
+
+    Raises:
+        PluginError: no installed extension does it, or one of its dependencies is missing.
+    """
+    path = find_entry_point("verl_mt.functions", name)
+    if path is None:
+        raise PluginError(f"{name} is done by an extension, and verl_mt/extensions is not installed here")
+    return load_object(path, what=f"{name} (an entry point of the group verl_mt.functions)")
 
 
 def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:

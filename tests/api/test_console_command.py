@@ -12,6 +12,7 @@ import pytest
 import warm_start
 
 from verl_mt.__main__ import COMMANDS, main
+from verl_mt.extension_points import own
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -24,11 +25,14 @@ def test_the_script_of_the_package_is_this_function():
 
 def test_every_command_of_the_package_has_a_name():
     package = REPO / "verl_mt"
-    modules = {f.parent.name for f in package.glob("*/__main__.py")}
-    modules |= {f.stem for f in package.glob("*.py") if 'if __name__ == "__main__":' in f.read_text()} - {"__main__"}
-    named = {module for module, _ in COMMANDS.values()}
-    assert modules <= named
-    assert all(find_spec(f"verl_mt.{module}") for module in named)
+    folders = [package, *(package / "extensions").glob("*/")]
+    modules = {f.parent for folder in folders for f in folder.glob("*/__main__.py")}
+    files = {f for folder in folders for f in folder.glob("*.py") if 'if __name__ == "__main__":' in f.read_text()}
+    modules |= {f.with_suffix("") for f in files}
+    named = {f"verl_mt.{module}" for module, _ in COMMANDS.values()} | set(own("verl_mt.commands").values())
+    found = {".".join(f.relative_to(REPO).parts) for f in modules if f.name != "__main__"}
+    assert found <= named
+    assert all(find_spec(module) for module in named)
 
 
 @pytest.mark.parametrize(("words", "status"), [(["--help"], 0), ([], 2)])
@@ -37,7 +41,7 @@ def test_without_a_command_it_lists_them(words, status, capsys):
         main(words)
     assert end.value.code == status
     said = capsys.readouterr().out
-    assert all(name in said for name in COMMANDS)
+    assert all(name in said for name in [*COMMANDS, *own("verl_mt.commands")])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_an_unknown_command_is_refused_with_what_is_close(word, meant, capsys):
     ids=lambda words: " ".join(words[:2]),
 )
 def test_a_command_says_and_returns_what_its_module_does(words, tmp_path):
-    module, _ = COMMANDS[words[0]]
+    module = COMMANDS[words[0]][0] if words[0] in COMMANDS else words[0]
     ours = [sys.executable, "-m", "verl_mt", *words]
     plain = [sys.executable, "-m", f"verl_mt.{module}", *words[1:]]
     done, wanted = (warm_start.run(w, cwd=tmp_path, capture_output=True, text=True) for w in (ours, plain))

@@ -12,7 +12,7 @@ from verl_mt.data.drawn_prompts import FILE, DrawnPrompt, OpenPrompt, PromptHist
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import CheckpointError, DataError
-from verl_mt.prompt_log import examine
+from verl_mt.extensions.inspection.prompt_log import examine
 
 
 def row(index):

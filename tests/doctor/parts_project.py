@@ -16,8 +16,8 @@ import yaml
 from doctor_faults import tiny_copy
 
 from verl_mt.config.compose import compose
-from verl_mt.doctor.checks import CHECKS, examine
-from verl_mt.doctor.findings import Finding
+from verl_mt.extensions.inspection.doctor.checks import CHECKS, examine
+from verl_mt.extensions.inspection.doctor.findings import Finding
 
 Row = dict[str, Any]
 SYSTEM = "You weigh parts. Use the tools `lookup` and `add_weights`. End with a line 'Answer: N'."

@@ -7,10 +7,10 @@ import json
 import pytest
 import yaml
 
-from verl_mt.doctor.__main__ import main
-from verl_mt.doctor.ahead import MeasuredStep, measured_steps, seconds_ahead, table
-from verl_mt.doctor.step_time import StepTime
 from verl_mt.errors import DataError
+from verl_mt.extensions.inspection.doctor.__main__ import main
+from verl_mt.extensions.inspection.doctor.ahead import MeasuredStep, measured_steps, seconds_ahead, table
+from verl_mt.extensions.inspection.doctor.step_time import StepTime
 
 
 @pytest.mark.parametrize(

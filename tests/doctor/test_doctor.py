@@ -16,11 +16,11 @@ from rich.console import Console
 from tables import before_release
 
 from verl_mt.config.compose import compose
-from verl_mt.doctor import resources
-from verl_mt.doctor.__main__ import main
-from verl_mt.doctor.checks import CHECKS, examine
-from verl_mt.doctor.findings import Check, Finding, error, ok, run_checks, show, warning
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.inspection.doctor import resources
+from verl_mt.extensions.inspection.doctor.__main__ import main
+from verl_mt.extensions.inspection.doctor.checks import CHECKS, examine
+from verl_mt.extensions.inspection.doctor.findings import Check, Finding, error, ok, run_checks, show, warning
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow  # many configurations
@@ -251,9 +251,9 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "override", "status"),
     [
-        (["verl_mt.doctor"], ONE_THREAD, 0),
+        (["verl_mt.extensions.inspection.doctor"], ONE_THREAD, 0),
         (["verl_mt.trainer", "trainer.dry_run=True"], "data.max_prompt_length=20", 2),
-        before_release(["verl_mt.doctor"], "data.max_prompt_length=20", 2),
+        before_release(["verl_mt.extensions.inspection.doctor"], "data.max_prompt_length=20", 2),
         before_release(["verl_mt.trainer", "trainer.dry_run=True"], ONE_THREAD, 0),
     ],
 )

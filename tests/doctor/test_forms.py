@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from verl_mt.data.dataset import DataRow
-from verl_mt.doctor.forms import SLOT, _literal, asked_forms, forms_of_source, own_forms
-from verl_mt.doctor.scripted import example_arguments
+from verl_mt.extensions.inspection.doctor.forms import SLOT, _literal, asked_forms, forms_of_source, own_forms
+from verl_mt.extensions.inspection.doctor.scripted import example_arguments
 from verl_mt.plugins import import_file
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.prompts import Prompt

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from verl_mt.config.compose import compose
-from verl_mt.doctor import resources
-from verl_mt.doctor.findings import Subject
-from verl_mt.doctor.resources import Demand
+from verl_mt.extensions.inspection.doctor import resources
+from verl_mt.extensions.inspection.doctor.findings import Subject
+from verl_mt.extensions.inspection.doctor.resources import Demand
 
 pytestmark = pytest.mark.slow  # models of 100 billion parameters, without weights
 

@@ -17,11 +17,11 @@ import yaml
 from parts_project import SYSTEM, Project, demonstration, rows
 from tables import before_release
 
-from verl_mt.doctor.findings import Finding
-from verl_mt.doctor.forms import truth_text
-from verl_mt.doctor.meaning import wrong_text
-from verl_mt.doctor.oversights import _rates, _tools_named
 from verl_mt.errors import VerlMTError
+from verl_mt.extensions.inspection.doctor.findings import Finding
+from verl_mt.extensions.inspection.doctor.forms import truth_text
+from verl_mt.extensions.inspection.doctor.meaning import wrong_text
+from verl_mt.extensions.inspection.doctor.oversights import _rates, _tools_named
 
 REPO = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"

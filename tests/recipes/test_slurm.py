@@ -20,8 +20,8 @@ from verl_mt import engines
 from verl_mt.config.checks import check
 from verl_mt.config.compose import hydra_main
 from verl_mt.config.schema import Config
-from verl_mt.doctor.findings import Subject
-from verl_mt.doctor.resources import num_engines
+from verl_mt.extensions.inspection.doctor.findings import Subject
+from verl_mt.extensions.inspection.doctor.resources import num_engines
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 

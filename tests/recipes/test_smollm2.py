@@ -17,9 +17,9 @@ import warm_start
 from transformers import AutoModelForCausalLM
 
 from verl_mt import sft
-from verl_mt.check_template import main as check_template
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import load_rows
+from verl_mt.extensions.inspection.check_template import main as check_template
 from verl_mt.modeling.passes import choose_passes, decoder_of
 from verl_mt.modeling.shared_prefix import can_share_prefixes
 from verl_mt.trainer.build import build_trainer

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from run_lab import Lab, small_run
 
-from verl_mt.report.__main__ import main
-from verl_mt.report.summary import describe
-from verl_mt.report.token_columns import TokenColumns
+from verl_mt.extensions.inspection.report.__main__ import main
+from verl_mt.extensions.inspection.report.summary import describe
+from verl_mt.extensions.inspection.report.token_columns import TokenColumns
 
 WEAK_TEXT = """() => {
     // What has less contrast to what is behind it than WCAG AA asks of text (4.5), colours with transparency mixed.

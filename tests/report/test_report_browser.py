@@ -14,8 +14,8 @@ from page_lab import UNLABELLED, WEAK_TEXT, Opened, address, planted_run, prompt
 from run_lab import Lab, small_run
 from tables import before_release
 
-from verl_mt.report.__main__ import main
-from verl_mt.report.html_page import ReportServer
+from verl_mt.extensions.inspection.report.__main__ import main
+from verl_mt.extensions.inspection.report.html_page import ReportServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 

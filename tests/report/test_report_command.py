@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 import pytest
 from run_lab import Lab, small_run
 
-import verl_mt.report.collect as collect_module
+import verl_mt.extensions.inspection.report.collect as collect_module
 from verl_mt.config_paths import TINY_MODEL, resolve_model_path
-from verl_mt.report import html_page
-from verl_mt.report.__main__ import main
-from verl_mt.report.collect import collect
-from verl_mt.report.html_page import ReportServer
+from verl_mt.extensions.inspection.report import html_page
+from verl_mt.extensions.inspection.report.__main__ import main
+from verl_mt.extensions.inspection.report.collect import collect
+from verl_mt.extensions.inspection.report.html_page import ReportServer
 
 pytestmark = pytest.mark.slow  # whole pages
 

@@ -9,7 +9,7 @@ import pytest
 from page_lab import Opened, address, planted_run
 from run_lab import Lab
 
-from verl_mt.report.__main__ import main
+from verl_mt.extensions.inspection.report.__main__ import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 

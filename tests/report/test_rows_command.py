@@ -8,8 +8,8 @@ import pytest
 from run_lab import small_run
 
 from verl_mt.data.row_files import row_files
-from verl_mt.report.collect import collect
-from verl_mt.report.rows import main
+from verl_mt.extensions.inspection.report.collect import collect
+from verl_mt.extensions.inspection.report.rows import main
 
 
 def written(run):

@@ -8,8 +8,8 @@ import pytest
 from run_lab import Lab
 
 from verl_mt.data.trajectory import TrajectoryRecord
-from verl_mt.report.summary import BOUNDARY_TOKENS, blocks_of, describe, tool_calls
-from verl_mt.report.token_columns import TokenColumns
+from verl_mt.extensions.inspection.report.summary import BOUNDARY_TOKENS, blocks_of, describe, tool_calls
+from verl_mt.extensions.inspection.report.token_columns import TokenColumns
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.report.token_columns import RecordNumbers, TokenColumns
+from verl_mt.extensions.inspection.report.token_columns import RecordNumbers, TokenColumns
 
 log_probs = st.floats(-15, 0)
 

@@ -14,7 +14,7 @@ from command_lab import fit
 from verl_mt.config.compose import compose
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
-from verl_mt.trackers.spans import SPANS_FILE, OtlpLines, RolloutSpans
+from verl_mt.extensions.inspection.trackers.spans import SPANS_FILE, OtlpLines, RolloutSpans
 from verl_mt.trainer.tracking import Background, TrackedRun
 
 pytest.importorskip(

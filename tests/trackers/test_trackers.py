@@ -23,9 +23,9 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.rollout_table import COLUMNS
 from verl_mt.errors import ConfigError, PluginError
+from verl_mt.extensions.inspection.trackers.mlflow import mlflow_name
+from verl_mt.extensions.inspection.trackers.tensorboard import as_written
 from verl_mt.plugins import Registry
-from verl_mt.trackers.mlflow import mlflow_name
-from verl_mt.trackers.tensorboard import as_written
 from verl_mt.trainer import tracking
 from verl_mt.trainer.tracking import Background, TrackedRun, Tracker, build_trackers, require_trackers
 
@@ -144,12 +144,13 @@ def test_an_unknown_tracker_is_refused_with_what_there_is():
 def test_a_service_is_imported_when_a_run_names_it_and_not_before(tmp_path):
     program = (
         "import sys; from verl_mt.trainer.tracking import require_trackers\n"
-        "before = [name for name in sys.modules if name.startswith('verl_mt.trackers')]\n"
+        "def loaded(): return sorted(name for name in sys.modules if '.inspection.trackers.' in name)\n"
+        "before = loaded()\n"
         "require_trackers(['console', 'tensorboard'])\n"
-        "print(before, sorted(name for name in sys.modules if name.startswith('verl_mt.trackers')))"
+        "print(before, loaded())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] ['verl_mt.trackers', 'verl_mt.trackers.tensorboard']"
+    assert done.stdout.strip() == "[] ['verl_mt.extensions.inspection.trackers.tensorboard']"
 
 
 def test_without_tables_and_without_trackers_nothing_is_made(tmp_path, monkeypatch):

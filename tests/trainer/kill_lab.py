@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data import row_files, run_files
 from verl_mt.data.drawn_prompts import PromptLog
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.modeling import load
 from verl_mt.tools.calculator import Calculator
 from verl_mt.trainer import build, checkpoint, rollout_files, tracking

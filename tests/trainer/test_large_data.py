@@ -13,8 +13,8 @@ from tables import before_release
 from verl_mt.config.compose import compose
 from verl_mt.data.large_files import LargeRows
 from verl_mt.data.sampler import ShuffledSampler
-from verl_mt.doctor.checks import CHECKS, examine
 from verl_mt.errors import CheckpointError, DataError
+from verl_mt.extensions.inspection.doctor.checks import CHECKS, examine
 from verl_mt.tiny.problems import rows as problems
 from verl_mt.trainer.build_data import open_train_rows
 

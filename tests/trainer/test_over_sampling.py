@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tables import before_release
 from test_staleness import AHEAD, CHANGES, RUN, SHORT, STEPS, ages, order_of_drawing, slow_tool
 
-from verl_mt import prompt_log
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import read_prompt_log
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import CollapseError, DataError
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream

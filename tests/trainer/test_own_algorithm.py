@@ -11,9 +11,9 @@ from command_lab import FEW, NO_VALIDATION, VARIED, fit
 from verl_mt.algorithms.advantages import grpo
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.schema import AlgorithmConfig, Config, DataConfig
-from verl_mt.doctor.checks import CHECKS
-from verl_mt.doctor.findings import Subject, run_checks
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
+from verl_mt.extensions.inspection.doctor.checks import CHECKS
+from verl_mt.extensions.inspection.doctor.findings import Subject, run_checks
 from verl_mt.trainer import build
 from verl_mt.trainer.advantage_step import own_estimator, try_own_estimator
 from verl_mt.workers.loss import try_own_loss

@@ -8,11 +8,11 @@ import pytest
 import torch
 from finished_runs import SMALL
 
-from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import FILE, PromptLog, read_prompt_log
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 

@@ -10,9 +10,9 @@ import pytest
 from command_lab import VARIED
 from tables import before_release
 
-from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.errors import CollapseError, ConfigError, EngineGoneError, NoRoomError, UserCodeError, WorkerError
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer import restarts
 from verl_mt.trainer.in_flight import PromptsInFlight
 from verl_mt.trainer.ppo_trainer import PPOTrainer

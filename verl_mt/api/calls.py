@@ -14,7 +14,7 @@ from verl_mt.api.runs import Evaluation, Examination, Run, evaluated
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
-from verl_mt.plugins import objects_given
+from verl_mt.plugins import extension_function, objects_given
 
 
 def train(
@@ -94,9 +94,7 @@ def examine(
     demos = keys.pop("demos", None)
     named = None if demos is None else given.conversations(demos, "demos")
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
-        from verl_mt.doctor.checks import examine as find
-
-        return Examination(find(config, demos=named))
+        return Examination(extension_function("examine")(config, demos=named))
 
 
 def evaluate_model(

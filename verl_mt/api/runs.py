@@ -7,7 +7,7 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
@@ -16,11 +16,10 @@ from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.diagnostics.step_metrics import first_and_last
 from verl_mt.errors import CheckpointError, UserCodeError
 from verl_mt.evaluate import config_of
-from verl_mt.plugins import objects_given
+from verl_mt.plugins import extension_function, objects_given
 
 if TYPE_CHECKING:
     from verl_mt.data.trajectory import Trajectory
-    from verl_mt.doctor.findings import Finding
     from verl_mt.trainer.inference import Measured
 
 
@@ -106,10 +105,11 @@ class Run:
             out: the file; None = `report.html` in the run's directory.
             beside: other runs, for curves side by side.
         """
-        from verl_mt.report.__main__ import write
-
         others = [str(run.folder if isinstance(run, Run) else run) for run in beside]
-        return write([str(self.folder), *others], None if out is None else str(out))[0]
+        written: list[Path] = extension_function("report")(
+            [str(self.folder), *others], None if out is None else str(out)
+        )
+        return written[0]
 
     def __repr__(self) -> str:
         facts = [f"{self.steps} steps", *(f"{name} {then:.3f} -> {now:.3f}" for name, then, now in self._changes())]
@@ -210,6 +210,19 @@ def evaluated(
     return Evaluation(found)
 
 
+class Finding(Protocol):
+    """One line of an examination: what was looked at, `ok`, `warning` or `error`, and what was found."""
+
+    @property
+    def check(self) -> str: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
 class Examination:
     """What the doctor found (docs/doctor.md); `print` shows the list."""
 
@@ -232,10 +245,8 @@ class Examination:
         return not self.errors
 
     def __str__(self) -> str:
-        from verl_mt.doctor.findings import show
-
         text = io.StringIO()
-        show(self.findings, Console(file=text, width=120))
+        extension_function("show_findings")(self.findings, Console(file=text, width=120))
         return text.getvalue()
 
     __repr__ = __str__

@@ -19,9 +19,9 @@ def train(config: Config) -> None:
     terminal.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[terminal])
     if config.trainer.dry_run:
-        from verl_mt.doctor.checks import report
+        from verl_mt.plugins import extension_function
 
-        raise SystemExit(report(config))
+        raise SystemExit(extension_function("dry_run")(config))
     trainer = run_to_the_end(config)
     if trainer.exit_status:  # so that what a shell or a scheduler has planned for afterwards does not begin
         raise SystemExit(trainer.exit_status)

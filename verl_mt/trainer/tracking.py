@@ -131,20 +131,10 @@ class Background(Tracker):
             )  # fmt: skip
 
 
-trackers: Registry[Callable[[TrackedRun], Tracker]] = Registry(
-    "tracker",
-    {
-        "tensorboard": "verl_mt.trackers.tensorboard:TensorBoard",
-        "wandb": "verl_mt.trackers.wandb:Wandb",
-        "mlflow": "verl_mt.trackers.mlflow:MLflow",
-    },
-)
+trackers: Registry[Callable[[TrackedRun], Tracker]] = Registry("tracker", group="verl_mt.trackers")
 """What `trainer.logger` may name, beside a dotted path; `trackers['mine'] = MyTracker` in a plug-in adds one."""
 
-_SPANS = {
-    "otel": "verl_mt.trackers.spans:RolloutSpans.to_collector",
-    "otel_file": "verl_mt.trackers.spans:RolloutSpans.to_file",
-}
+_spans: Registry[Callable[..., Tracker]] = Registry("trace backend", group="verl_mt.traces")
 """What `rollout.trace.backend` may name."""
 
 _ALWAYS_THERE = ("console", "file")
@@ -247,7 +237,7 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
     made: list[Background] = []
     wanted = [(name, _find(name)) for name in dict.fromkeys(config.logger) if name not in _ALWAYS_THERE]
     if spans is not None:
-        wanted.append((spans, load_object(_SPANS[spans], what="actor_rollout_ref.rollout.trace.backend")))
+        wanted.append((spans, _spans.find(spans)))
     for name, make in wanted:
         try:
             made.append(Background(make(run), re.split(r"[.:]", name)[-1]))

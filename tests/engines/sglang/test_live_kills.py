@@ -21,10 +21,10 @@ from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
 from ray_machines import disconnect
 from warm_start import parent_of
 
-from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import WorkerError
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer import checkpoint, restarts
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer

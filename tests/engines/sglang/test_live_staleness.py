@@ -11,9 +11,9 @@ from late_calculator import configure
 from live import ROLLOUT, START_S
 from ray_machines import machines
 
-from verl_mt import prompt_log
 from verl_mt.config.compose import compose
 from verl_mt.data.drawn_prompts import read_prompt_log
+from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

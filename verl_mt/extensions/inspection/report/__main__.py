@@ -15,8 +15,8 @@ from pathlib import Path
 
 from verl_mt.data.temporary_files import temporary
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.report.collect import collect
-from verl_mt.report.html_page import build_page, charting_library, serve
+from verl_mt.extensions.inspection.report.collect import collect
+from verl_mt.extensions.inspection.report.html_page import build_page, charting_library, serve
 
 MAX_ROLLOUTS = 20_000
 

@@ -1,4 +1,4 @@
-// Unpacks the blocks that `verl_mt/report/token_columns.py` describes.
+// Unpacks the blocks that `verl_mt/extensions/inspection/report/token_columns.py` describes.
 "use strict";
 
 const Codec = (() => {

@@ -14,9 +14,9 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import Message
 from verl_mt.data.large_files import LargeRows
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
-from verl_mt.doctor.findings import Finding, Subject, error, not_looked_at, ok, warning
-from verl_mt.doctor.scripted import Talk, called, example_arguments, said
 from verl_mt.errors import DataError
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, not_looked_at, ok, warning
+from verl_mt.extensions.inspection.doctor.scripted import Talk, called, example_arguments, said
 from verl_mt.interactions.session import load_interactions
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import is_multi_turn

@@ -29,18 +29,18 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     try:
         config = config_of_command(words, None, "verl_mt.doctor", usage=usage)
     except VerlMTError as error:
-        from verl_mt.doctor.checks import report_uncomposed  # torch and transformers take seconds
+        from verl_mt.extensions.inspection.doctor.checks import report_uncomposed  # torch and transformers take seconds
 
         return report_uncomposed(error, console)
     if config is None:
         return 0
-    from verl_mt.doctor.checks import report
+    from verl_mt.extensions.inspection.doctor.checks import report
 
     return report(config, console, own.demos)
 
 
 def _say_ahead(run: str, more: Sequence[str]) -> int:
-    from verl_mt.doctor.ahead import table
+    from verl_mt.extensions.inspection.doctor.ahead import table
 
     try:
         if more:

@@ -13,11 +13,11 @@ from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, Trajectory
-from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.forms import truth_text
-from verl_mt.doctor.meaning import earned
-from verl_mt.doctor.scripted import Talk
 from verl_mt.errors import DataError
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.extensions.inspection.doctor.forms import truth_text
+from verl_mt.extensions.inspection.doctor.meaning import earned
+from verl_mt.extensions.inspection.doctor.scripted import Talk
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data
 from verl_mt.trainer.demonstration_rows import load_demonstrations

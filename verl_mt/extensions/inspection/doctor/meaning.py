@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from verl_mt.data.trajectory import Status, Trajectory
-from verl_mt.doctor.findings import Finding, Subject, not_looked_at, ok, warning
-from verl_mt.doctor.forms import (
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, not_looked_at, ok, warning
+from verl_mt.extensions.inspection.doctor.forms import (
     SLOT,
     USUAL_FORMS,
     asked_forms,
@@ -22,7 +22,7 @@ from verl_mt.doctor.forms import (
     shown,
     truth_text,
 )
-from verl_mt.doctor.scripted import Talk, called, said
+from verl_mt.extensions.inspection.doctor.scripted import Talk, called, said
 from verl_mt.plugins import listing
 from verl_mt.rollout.prompts import Prompt
 

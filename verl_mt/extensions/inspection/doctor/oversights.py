@@ -14,8 +14,8 @@ from typing import Any
 from verl_mt.config.schema import DataConfig, explicit_keys
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataSource
-from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.forms import truth_text
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.extensions.inspection.doctor.forms import truth_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.drivers import has_own_loop
 from verl_mt.rollout.prompts import Prompt

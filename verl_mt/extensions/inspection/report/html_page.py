@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.errors import ConfigError, DataError
-from verl_mt.report.collect import Collector, Contents
+from verl_mt.extensions.inspection.report.collect import Collector, Contents
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> None:
     from verl_mt.chat import load_chat
-    from verl_mt.check_template.report import build_report, print_report, read_conversations, replay_line, show
+    from verl_mt.extensions.inspection.check_template.report import (
+        build_report,
+        print_report,
+        read_conversations,
+        replay_line,
+        show,
+    )
 
     chat = load_chat(
         args.model,

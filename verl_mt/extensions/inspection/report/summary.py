@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from verl_mt.data.conversation import reasoning_of
-from verl_mt.report.token_columns import RecordNumbers, TokenColumns
+from verl_mt.extensions.inspection.report.token_columns import RecordNumbers, TokenColumns
 
 BOUNDARY_TOKENS = 3
 """Trained tokens on either side of a tool's answer that count as a tool boundary."""

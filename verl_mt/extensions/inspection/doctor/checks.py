@@ -8,9 +8,9 @@ from contextlib import closing
 from rich.console import Console
 
 from verl_mt.config.schema import Config
-from verl_mt.doctor import conversation, demonstrations, meaning, oversights, resources, settings
-from verl_mt.doctor.findings import Check, Finding, Subject, run_checks, show
 from verl_mt.errors import VerlMTError
+from verl_mt.extensions.inspection.doctor import conversation, demonstrations, meaning, oversights, resources, settings
+from verl_mt.extensions.inspection.doctor.findings import Check, Finding, Subject, run_checks, show
 from verl_mt.trainer import build
 
 CHECKS: tuple[Check, ...] = (

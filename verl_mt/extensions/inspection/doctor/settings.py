@@ -15,7 +15,7 @@ from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.config.policy_losses import read_policy_loss
 from verl_mt.config.schema import correction_of, explicit_keys
-from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
 from verl_mt.trainer.advantage_step import try_own_estimator
 from verl_mt.trainer.run_directory import preview

@@ -20,8 +20,8 @@ import psutil
 import torch
 
 from verl_mt import engines
-from verl_mt.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.doctor.step_time import Machine, Model, StepTime, Work, predict
+from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
+from verl_mt.extensions.inspection.doctor.step_time import Machine, Model, StepTime, Work, predict
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm, source_of
 from verl_mt.trainer import build_rollout

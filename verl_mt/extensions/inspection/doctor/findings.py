@@ -17,8 +17,8 @@ from verl_mt import engines
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow, DataSource
-from verl_mt.doctor.scripted import Stage
 from verl_mt.errors import PluginError, VerlMTError, error_text
+from verl_mt.extensions.inspection.doctor.scripted import Stage
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.prompts import Prompt

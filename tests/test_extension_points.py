@@ -1,0 +1,116 @@
+"""Entry points find extensions: the library's own in a file beside them, another package's in its metadata."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from verl_mt import extension_points
+from verl_mt.errors import PluginError
+from verl_mt.import_paths import read_table, real_path
+from verl_mt.plugins import Registry, load_object
+
+REPO = Path(__file__).resolve().parents[1]
+PATHS = read_table()["verl_mt.import_paths"]
+
+
+def test_the_file_beside_the_extensions_says_what_the_distribution_declares():
+    declared = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["entry-points"]
+    own = {group: names for group, names in declared.items() if group.startswith("verl_mt.")}
+    assert read_table() == own
+
+
+@pytest.mark.parametrize("group", [group for group in read_table() if group != "verl_mt.import_paths"])
+def test_every_entry_point_leads_to_something(group):
+    for name, path in extension_points.own(group).items():
+        assert load_object(path, what=name) if ":" in path else import_module(path)
+
+
+@pytest.mark.parametrize("documented", PATHS)
+def test_a_documented_path_is_the_same_module(documented):
+    assert import_module(documented) is import_module(PATHS[documented])
+
+
+def test_a_module_in_a_moved_package_is_loaded_once():
+    program = (
+        "import verl_mt.doctor.checks as a; from verl_mt.doctor import checks as b\n"
+        "import verl_mt.extensions.inspection.doctor.checks as c, verl_mt.doctor, inspect\n"
+        "assert a is b is c and verl_mt.doctor.checks is c\n"
+        "assert c.__name__ == c.__spec__.name == 'verl_mt.extensions.inspection.doctor.checks'\n"
+        "assert 'def report' in inspect.getsource(c)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_path_below_a_documented_one_and_one_that_is_none():
+    assert real_path("verl_mt.report.page.x") == "verl_mt.extensions.inspection.report.page.x"
+    assert real_path("verl_mt.trainer.ppo_trainer") is None and real_path("verl_mt.reporter") is None
+    with pytest.raises(ModuleNotFoundError, match=r"verl_mt\.report\.nothing"):
+        import_module("verl_mt.report.nothing")
+
+
+def test_the_help_reads_no_metadata():
+    program = (
+        "import sys\nfrom verl_mt.__main__ import main\n"
+        "try: main(['--help'])\nexcept SystemExit: print('loaded:', 'importlib.metadata' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.endswith("loaded: False\n") and "doctor" in done.stdout
+
+
+@pytest.fixture
+def other_packages(tmp_path, monkeypatch):
+    """Adds an installed distribution with entry points; everything is as before afterwards."""
+
+    def add(distribution: str, points: str, **modules: str) -> None:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution}-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(points)
+        for name, text in modules.items():
+            (folder / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+
+    extension_points._installed.cache_clear()
+    yield add
+    extension_points._installed.cache_clear()
+
+
+def test_another_package_adds_a_name(other_packages):
+    other_packages("foreign", "[verl_mt.trackers]\nmine = foreign_tracker:Mine\n", foreign_tracker="class Mine: pass")
+    registry: Registry[type] = Registry("tracker", group="verl_mt.trackers")
+    assert "mine" in registry and registry.find("mine").__name__ == "Mine"
+    assert load_object("mine", what="trainer.logger", registry=registry) is registry["mine"]
+    with pytest.raises(PluginError, match=r"unknown tracker 'mien'; did you mean 'mine'"):
+        Registry("tracker", group="verl_mt.trackers").find("mien")
+
+
+def test_another_package_adds_a_command(other_packages, capsys):
+    from verl_mt.__main__ import main
+
+    other_packages("foreign", "[verl_mt.commands]\ngreet = foreign_greets\n", foreign_greets="print('hello')")
+    main(["greet"])
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_name_of_the_library_is_not_taken_over_and_two_packages_cannot_share_one(other_packages):
+    other_packages("first", "[verl_mt.trackers]\nwandb = first:A\nboth = first:A\n")
+    assert extension_points.find("verl_mt.trackers", "wandb") == read_table()["verl_mt.trackers"]["wandb"]
+    extension_points._installed.cache_clear()
+    other_packages("second", "[verl_mt.trackers]\nboth = second:B\n")
+    with pytest.raises(PluginError, match=r"'both' of the group verl_mt\.trackers: (first|second) .*Uninstall one"):
+        extension_points.find("verl_mt.trackers", "both")
+
+
+def test_an_extension_that_is_not_there_is_named(monkeypatch):
+    from verl_mt.plugins import extension_function
+
+    monkeypatch.setattr("verl_mt.plugins.find_entry_point", lambda group, name: None)
+    with pytest.raises(PluginError, match="examine is done by an extension"):
+        extension_function("examine")
