@@ -56,7 +56,10 @@ OF = {
     "engine": ["actor_rollout_ref.rollout.name=sglang"],
 }
 """Whom a trial kills -> what its run needs for that."""
-_PROCESS = {"worker": "verl_mt.rollout_workers.worker", "engine": "verl_mt.engines.sglang.processes"}
+_PROCESS = {
+    "worker": "verl_mt.rollout_workers.worker",
+    "engine": "verl_mt.engines.sglang.processes",
+}
 _POLL_S = 0.01
 _LONGEST_S = 600.0
 

@@ -154,8 +154,8 @@ def models(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any, s
 async def measure(size: str, model: Any, path: str, args: argparse.Namespace) -> dict[tuple[int, str], Measured]:
     """All engines at all concurrencies, for a model."""
     from verl_mt.engines.local import LocalEngine, LocalOptions
-    from verl_mt.engines.sglang.engine import SGLangEngine
-    from verl_mt.engines.sglang.options import SGLangOptions
+    from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
+    from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 
     found: dict[tuple[int, str], Measured] = defaultdict(Measured)
     most, vocabulary = max(args.concurrency), model.config.vocab_size

@@ -94,7 +94,7 @@ async def measure(
     """
     import torch
 
-    from verl_mt.engines.sglang.engine import SGLangEngine
+    from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
     from verl_mt.modeling.weights import named_weights
 
     engine = SGLangEngine(options)
@@ -163,7 +163,7 @@ def sent_by(pid: int) -> int:
 
 def four_against_one(trainer: Any, repetitions: int) -> float:
     """Seconds of an update of all replicas, over those of an update of the first alone, by the same ranks, in turns."""
-    from verl_mt.engines.sglang.weight_sender import send_to_all
+    from verl_mt.extensions.cluster.sglang.weight_sender import send_to_all
     from verl_mt.workers.weight_sync import weight_update_for
 
     engine, seconds = trainer.engine, {1: [], 4: []}
@@ -281,7 +281,7 @@ def from_here(args: argparse.Namespace) -> None:
     import torch
 
     from verl_mt.engines.base import Disk, TensorBuckets
-    from verl_mt.engines.sglang.options import SGLangOptions
+    from verl_mt.extensions.cluster.sglang.options import SGLangOptions
     from verl_mt.workers.weight_sync import LiveWeights
 
     torch.set_num_threads(args.threads)

@@ -19,9 +19,9 @@ import yaml
 from verl_mt.config.compose import config_of_command
 from verl_mt.config.normalize import normalize_tree
 from verl_mt.config.schema import sections
+from verl_mt.extensions.compat.migrate import migrate
+from verl_mt.extensions.compat.migrate.shell import Command, read_script
 from verl_mt.interactions.session import load_interactions
-from verl_mt.migrate import migrate
-from verl_mt.migrate.shell import Command, read_script
 from verl_mt.tools.registry import load_tools
 
 REPO = Path(__file__).resolve().parents[1]
@@ -148,7 +148,7 @@ def check_module(module: str, words: list[str]) -> None:
     if module == "verl_mt.migrate":
         assert "--" not in words or migrate(" ".join(words[words.index("--") + 1 :])).framework
         return
-    if module in ("verl_mt.trainer", "verl_mt.extensions.inspection.doctor"):
+    if module in ("verl_mt.trainer", "verl_mt.doctor"):
         if "--ahead" not in words:  # which reads a finished run, and no configuration
             compose_words([word for word in words if word != "--demos"])  # the doctor's own
         return

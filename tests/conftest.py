@@ -139,7 +139,7 @@ def warm_workers() -> Iterator[None]:
 
     import warm_start
 
-    from verl_mt.rollout_workers import links
+    from verl_mt.extensions.cluster.rollout_workers import links
 
     def begin(words: list[str], **kwargs: Any) -> Any:
         return (warm_start.Popen if words[0] == sys.executable else subprocess.Popen)(words, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_mt.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 
 
 class Mixed(MultiTurnScheduler):

@@ -16,13 +16,13 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.drivers import RolloutDriver
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
-from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.session import SessionContext
 
 CHAT = ChatTemplate(toy_tokenizer())

@@ -1,9 +1,11 @@
-"""docs/architecture.md is the house: its rooms are the folders, its rings the linter's, its links are true."""
+"""docs/architecture.md: its packages are the folders, its layers and extensions the linter's, its links are true."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -12,41 +14,75 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "verl_mt"
 PAGE = REPO / "docs" / "architecture.md"
-RINGS = {"core", "family", "side"}
+CONTRACTS = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
-def rows() -> list[tuple[str, str]]:
-    """(room, ring) of the page's table; a row may name several rooms."""
-    found = re.findall(r"^\| (?:\d+|-) \| (.+?) \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
-    return [(room, ring) for names, ring in found for room in re.findall(r"`([\w/]+)`", names)]
+def layers_of_page() -> list[set[str]]:
+    """The packages of each layer, from the top."""
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", PAGE.read_text(), re.MULTILINE)
+    found: dict[int, set[str]] = {}
+    for number, names in rows:
+        found.setdefault(int(number), set()).update(re.findall(r"`(\w+)`", names))
+    return [found[number] for number in sorted(found, reverse=True)]
+
+
+def extensions_of_page() -> dict[str, set[str]]:
+    """Extension -> those that it imports."""
+    table = PAGE.read_text().partition("\n## Extensions\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \|([^|]*)\|$", table, re.MULTILINE)
+    return {name: set(re.findall(r"`(\w+)`", imports)) for name, imports in rows}
 
 
 def test_the_page_is_short_enough_to_be_read():
     assert len(PAGE.read_text().splitlines()) <= 150
 
 
-def test_every_room_is_on_the_page_once_and_every_room_of_the_page_exists():
-    named = [room for room, _ in rows()]
-    assert len(named) == len(set(named))
+def test_every_package_is_on_the_page_in_the_layer_that_the_linter_holds():
+    (contract,) = [c for c in CONTRACTS if c["type"] == "layers"]
+    held = [{name.strip().removeprefix("verl_mt.") for name in layer.split("|")} for layer in contract["layers"]]
+    assert layers_of_page() == held
     here = {
         path.stem
         for path in PACKAGE.iterdir()
         if (path.is_dir() and any(path.rglob("*.py"))) or (path.suffix == ".py" and path.stem != "__init__")
     }
-    assert {room for room in named if "/" not in room} == here
-    assert [room for room in named if not (PACKAGE / room).exists() and not (PACKAGE / f"{room}.py").exists()] == []
+    assert set().union(*held) == here
 
 
-def test_rings_of_the_page_are_those_that_the_linter_holds():
-    assert {ring for _, ring in rows()} == RINGS
-    contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (rings,) = [c for c in contracts if c["name"].startswith("rings")]
-    module = {room: "verl_mt." + room.replace("/", ".") for room, _ in rows()}
-    assert {module[room] for room, ring in rows() if ring != "core"} <= set(rings["forbidden_modules"])
-    core = {module[room] for room, ring in rows() if ring == "core"}
-    forbidden = {m for m in rings["forbidden_modules"] if m in core}
-    assert forbidden == set()
-    assert {source.split(".")[1] for source in rings["source_modules"]} == {m.split(".")[1] for m in core}
+def test_every_extension_is_on_the_page_with_those_that_it_imports():
+    (contract,) = [c for c in CONTRACTS if c["type"] == "independence"]
+    named = extensions_of_page()
+    here = {path.name for path in (PACKAGE / "extensions").iterdir() if (path / "__init__.py").is_file()}
+    assert set(named) == here == {module.rpartition(".")[2] for module in contract["modules"]}
+    pairs = [
+        [part.split(".")[2] for part in line.split(" -> ")]
+        for line in contract["ignore_imports"]
+        if "extensions" in line.split(" -> ")[0]
+    ]
+    assert {(a, b) for a, b in pairs} == {(name, other) for name, imports in named.items() for other in imports}
+
+
+def code_lines(file: Path) -> int:
+    """Lines with code: no docstrings, comments, blank lines and imports."""
+    tree, lines = ast.parse(text := file.read_text()), set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        is_text = isinstance(node, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if isinstance(node, ast.Import | ast.ImportFrom) or is_text:
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return len(lines - {text.count("\n") + 1})
+
+
+def test_the_core_does_not_grow_without_a_reason():
+    """`core_code_lines.txt`: the ceiling, and why it was raised."""
+    ceiling = int((REPO / "tests" / "core_code_lines.txt").read_text().split()[0])
+    core = [file for file in PACKAGE.rglob("*.py") if "extensions" not in file.relative_to(PACKAGE).parts]
+    found = sum(map(code_lines, core))
+    assert found <= ceiling, f"{found} code lines, at most {ceiling}: move a feature to an extension, or say there why"
+    assert found > ceiling - 500, f"{found} code lines: lower the ceiling of {ceiling} in tests/core_code_lines.txt"
 
 
 LINK = re.compile(r"\[[^\]]+\]\(\.\./(verl_mt/[\w/]+\.py)\)\s+`([\w.]+)`")

@@ -71,17 +71,3 @@ def test_threads_of_torch_sleep_while_they_wait_unless_the_user_says_otherwise(g
     command = [sys.executable, "-c", f"import verl_mt; import ctypes; ctypes.CDLL({str(library)!r})"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert f"OMP_WAIT_POLICY = '{read}'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("path", "name", "home"),
-    [
-        ("verl_mt.config.reference", "reference", "verl_mt.config.write_reference"),
-        ("verl_mt.tools.search_settings", "SearchSettings", "verl_mt.tools.search_client"),
-    ],
-)
-def test_a_path_that_moved_still_leads_there_and_says_so(path, name, home):
-    sys.modules.pop(path, None)
-    with pytest.warns(DeprecationWarning, match=home):
-        module = import_module(path)
-    assert getattr(module, name) is getattr(import_module(home), name)

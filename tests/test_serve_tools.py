@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("mcp", reason="needs the mcp extra")
 
-from verl_mt import serve_tools
 from verl_mt.config_paths import configs_root
 from verl_mt.data.conversation import ToolCall
+from verl_mt.extensions.toolbox import serve_tools
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import load_tools
 

@@ -21,10 +21,11 @@ from verl_mt.data.run_files import read_jsonl_tolerant, trajectory_to_row, write
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
 from verl_mt.extensions.inspection.report.rows import main as rows_command
+from verl_mt.extensions.supervised import training as supervised
+from verl_mt.extensions.supervised.demonstration_rows import Demonstrations, load_demonstrations
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.tiny.problems import SYSTEM, generate
-from verl_mt.trainer import build, build_rollout, supervised
-from verl_mt.trainer.demonstration_rows import Demonstrations, load_demonstrations
+from verl_mt.trainer import build, build_rollout
 
 pytestmark = pytest.mark.slow  # trainings
 

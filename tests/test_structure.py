@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: floors, sizes, lint, YAML that composes, keys that are read."""
+"""The rules that a reader relies on: layers, lint, YAML that composes, keys that are read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from verl_mt.config_paths import configs_root
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "verl_mt"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 7
-SMALL_FILE, SMALL_NEIGHBOUR = 60, 120
 PYTHON_FILES = sorted(
     file for room in ("verl_mt", "recipes", "examples", "benchmarks", "tests") for file in (REPO / room).rglob("*.py")
 )
@@ -38,7 +36,7 @@ NOT_READ_YET: set[str] = set()
 """Keys that nothing reads yet; the list may only shrink."""
 
 
-def test_rooms_import_only_from_lower_floors():
+def test_packages_import_only_from_lower_layers():
     words = [sys.executable, "-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
@@ -49,74 +47,10 @@ def test_ruff_finds_nothing():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 
-def allow_list() -> dict[str, str]:
-    """`path: reason` or `path::function: reason` -> reason."""
-    lines = (REPO / "tests" / "budget_allowlist.txt").read_text().splitlines()
-    entries = [line.rpartition(": ") for line in lines if line.strip() and not line.startswith("#")]
-    return {name: reason for name, _, reason in entries}
-
-
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Every statement at any depth; expressions hold none, and walking through them takes ten times as long."""
-    for node in body:
-        yield node
-        for part in ("body", "orelse", "finalbody"):
-            yield from statements(getattr(node, part, []))
-        for part in ("handlers", "cases"):
-            for branch in getattr(node, part, []):
-                yield from statements(branch.body)
-
-
-def over_budget() -> Iterator[tuple[str, str]]:
-    for file in PYTHON_FILES:
-        name = file.relative_to(REPO).as_posix()
-        text = file.read_text()
-        lines = text.count("\n")
-        if lines > MAX_FILE_LINES and not name.startswith("tests/"):  # tests are lists of cases
-            yield name, f"{lines} lines, at most {MAX_FILE_LINES}"
-        for node in statements(ast.parse(text).body):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{name}::{node.name}", f"{length} lines, at most {MAX_FUNCTION_LINES}"
-            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            number = sum(a.arg not in ("self", "cls") for a in given)
-            if number > MAX_PARAMETERS:
-                yield f"{name}::{node.name}", f"{number} parameters, at most {MAX_PARAMETERS}"
-
-
 @functools.cache
 def imports() -> grimp.ImportGraph:
     """Who imports whom, imports inside functions and under TYPE_CHECKING included."""
     return grimp.build_graph("verl_mt")
-
-
-def file_of(module: str) -> Path:
-    path = REPO / Path(*module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-def too_small() -> Iterator[tuple[str, str]]:
-    """Files that a reader opens for little: short, with one reader, or not so short and beside their only reader."""
-    for module in sorted(imports().modules):
-        file = file_of(module)
-        lines, readers = file.read_text().count("\n"), imports().find_modules_that_directly_import(module)
-        if file.name in ("__init__.py", "__main__.py") or len(readers) != 1:
-            continue
-        reader = file_of(next(iter(readers)))
-        if lines < SMALL_FILE or (lines < SMALL_NEIGHBOUR and reader.parent == file.parent):
-            yield file.relative_to(REPO).as_posix(), f"{lines} lines, read by {reader.relative_to(REPO)} alone"
-
-
-def test_files_functions_and_signatures_keep_their_budgets():
-    allowed = allow_list()
-    found = [*over_budget(), *too_small()]
-    over = [f"{name}: {what}" for name, what in found if name not in allowed]
-    assert not over, "split or merge it, or give a reason in tests/budget_allowlist.txt:\n" + "\n".join(over)
-    stale = set(allowed) - {name for name, _ in found}
-    assert not stale, f"within the budget by now, remove from tests/budget_allowlist.txt: {sorted(stale)}"
-    assert all(reason.strip() for reason in allowed.values())
 
 
 def circles() -> list[list[str]]:

@@ -15,7 +15,7 @@ import warm_start
 from code_blocks import REPO, blocks_of
 
 from verl_mt.data.run_files import read_jsonl_tolerant
-from verl_mt.migrate.shell import read_script
+from verl_mt.extensions.compat.migrate.shell import read_script
 
 PAGE = REPO / "docs" / "your_first_run.md"
 GAIN = 0.2
@@ -111,8 +111,8 @@ def test_every_command_of_the_page_does_its_work(reader):
     where.unlink()
     assert reader.said["where.py"] == [str(reader.folder.parent / "site" / "verl_mt" / "__init__.py")]
     reader.follow()
-    assert all("all can be used" in text for text in reader.said["verl_mt.extensions.inspection.data_check"])
-    assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.extensions.inspection.doctor"][0]
+    assert all("all can be used" in text for text in reader.said["verl_mt.data_check"])
+    assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.doctor"][0]
     assert "too hard for GRPO" in reader.said["verl_mt.evaluate"][0]
     assert len(reader.accuracies("stock")) == 2
     assert (reader.folder / "runs" / "stock" / "report.html").is_file()
@@ -124,8 +124,8 @@ def test_every_command_of_the_page_does_its_work(reader):
 def test_the_page_leads_to_a_reward_that_rises(tmp_path):
     reader = Reader(tmp_path, {})
     reader.follow()
-    assert all("all can be used" in text for text in reader.said["verl_mt.extensions.inspection.data_check"])
-    assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.extensions.inspection.doctor"][0]
+    assert all("all can be used" in text for text in reader.said["verl_mt.data_check"])
+    assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.doctor"][0]
     without, started = reader.said["verl_mt.evaluate"]
     assert "too hard for GRPO" in without and "a start that GRPO can learn from" in started
     (again,) = [command for block in blocks_of(PAGE) if "verl_mt.trainer" in block.text for command in words_of(block)]

@@ -13,7 +13,7 @@ Image = pytest.importorskip("PIL.Image")
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
 
-from verl_mt.chat.vision import FrameProcessor, MediaProcessor, ProcessorChat  # noqa: E402
+from verl_mt.extensions.multimodal.chat_template import FrameProcessor, MediaProcessor, ProcessorChat  # noqa: E402
 
 PATCH = 4
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]

@@ -156,7 +156,7 @@ def server(address: str = ADDRESS) -> Server:
 
 
 def _engine_server() -> Server:
-    from verl_mt.engines.sglang.processes import _environment
+    from verl_mt.extensions.cluster.sglang.processes import _environment
 
     return Server(IMPORTED_BY_ENGINES, ENGINE_ADDRESS, _environment())
 
@@ -173,7 +173,7 @@ def warm_engines() -> None:
 
 
 def _replace_starts_of_engines() -> None:
-    from verl_mt.engines.sglang import processes
+    from verl_mt.extensions.cluster.sglang import processes
 
     processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 

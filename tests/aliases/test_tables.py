@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tables import one_of_each
 
-from verl_mt.aliases import converters
 from verl_mt.config.alias_tables import Alias, aliases, families, read_table
 from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases import converters
 
 ROWS = [pytest.param(row, id=row.name) for row in aliases().values()]
 RENAMED = [pytest.param(row, id=row.name) for row in aliases().values() if row.meaning == "renamed"]
@@ -146,9 +146,9 @@ def test_a_command_in_our_own_names_reads_no_table():
 
 def test_the_tables_are_packed_with_the_code():
     """hatchling takes every file of a package that git does not ignore."""
-    root = FOLDER.parents[1]
+    root = Path(__file__).resolve().parents[2]
     build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert FOLDER.parent.name in build["packages"]
+    assert FOLDER.relative_to(root).parts[0] in build["packages"]
     ignored = (root / ".gitignore").read_text().split()
     tables = {file.name for file in FOLDER.glob("*.txt")}
     assert tables == {"verl.txt", "verl_defaults.txt", "slime.txt", "ms_swift.txt"}

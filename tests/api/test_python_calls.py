@@ -228,7 +228,7 @@ def test_a_generate_function_is_an_object_too(tmp_path):
     asked = []
 
     async def generate(args, sample, sampling_params):
-        from verl_mt.rollout.custom_generate import GenerateState, post
+        from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, post
 
         asked.append(sample.label)
         state, url = GenerateState(args), f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -265,7 +265,7 @@ def test_what_stands_in_main_needs_no_name(tmp_path):
 
 @pytest.mark.slow
 def test_what_holds_a_lock_is_not_sent_to_ranks_and_the_reason_is_said():
-    from verl_mt.workers.ray_cluster import require_travel
+    from verl_mt.extensions.cluster.workers.ray_cluster import require_travel
 
     lock = threading.Lock()
 

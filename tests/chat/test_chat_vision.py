@@ -27,16 +27,16 @@ from vision_toys import (
 
 from verl_mt.chat import ChatTemplate, load_chat
 from verl_mt.chat.sanity import Cause, SanityMode, check
-from verl_mt.chat.vision import (
+from verl_mt.data.batch import RowMedia
+from verl_mt.data.conversation import Message
+from verl_mt.errors import ConfigError, DataError, LedgerError, TemplateError
+from verl_mt.extensions.multimodal.chat_template import (
     FrameProcessor,
     MediaProcessor,
     ProcessorChat,
     load_frame_processor,
     load_media_processor,
 )
-from verl_mt.data.batch import RowMedia
-from verl_mt.data.conversation import Message
-from verl_mt.errors import ConfigError, DataError, LedgerError, TemplateError
 from verl_mt.modeling.log_probs import forward_log_probs
 
 CHAT = vision_chat()

@@ -16,11 +16,11 @@ from vision_toys import image_processor, vision_model, vision_tokenizer
 
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import ShuffledSampler
-from verl_mt.data.slime_sample import Sample
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, post
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import rewards
-from verl_mt.rollout.custom_generate import GenerateState, post
-from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tiny.problems import rows as problems
 from verl_mt.tools.calculator import Calculator
 from verl_mt.trainer.tracking import Tracker

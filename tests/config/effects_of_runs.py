@@ -26,8 +26,8 @@ def without_gpu(overrides: tuple[str, ...]) -> Any:
 
 def waits(overrides: tuple[str, ...]) -> Any:
     """What the first of two ranks says of the second, which never comes."""
+    from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
     from verl_mt.trainer import build
-    from verl_mt.workers.rank_worker import RankWorker
     from verl_mt.workers.setup import WorkerSetup
     from verl_mt.workers.sharding import Ranks
 

@@ -20,9 +20,9 @@ from verl_mt.data.dataset import DataRow
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.media import MediaInput
 from verl_mt.data.plain_objects import from_plain, pack, to_plain, unpack
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
+from verl_mt.extensions.compat.slime_sample import Sample
 
 
 def there_and_back(value):

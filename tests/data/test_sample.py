@@ -15,7 +15,9 @@ from hostile import Unshowable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mt.data.slime_sample import (
+from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
+from verl_mt.errors import LedgerError
+from verl_mt.extensions.compat.slime_sample import (
     Dumped,
     PrefixCache,
     Sample,
@@ -25,8 +27,6 @@ from verl_mt.data.slime_sample import (
     plain,
     samples_of,
 )
-from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
-from verl_mt.errors import LedgerError
 
 DOCUMENTED = (
     "prompt", "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "status", "label",

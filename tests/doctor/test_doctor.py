@@ -251,9 +251,9 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "override", "status"),
     [
-        (["verl_mt.extensions.inspection.doctor"], ONE_THREAD, 0),
+        (["verl_mt.doctor"], ONE_THREAD, 0),
         (["verl_mt.trainer", "trainer.dry_run=True"], "data.max_prompt_length=20", 2),
-        before_release(["verl_mt.extensions.inspection.doctor"], "data.max_prompt_length=20", 2),
+        before_release(["verl_mt.doctor"], "data.max_prompt_length=20", 2),
         before_release(["verl_mt.trainer", "trainer.dry_run=True"], ONE_THREAD, 0),
     ],
 )

@@ -15,7 +15,7 @@ from doctor_faults import tiny_copy
 from tables import one_of_each
 
 from verl_mt.config.compose import compose
-from verl_mt.engines.sglang import engine as sglang_engine
+from verl_mt.extensions.cluster.sglang import engine as sglang_engine
 from verl_mt.extensions.inspection.doctor import resources
 from verl_mt.extensions.inspection.doctor.checks import examine
 

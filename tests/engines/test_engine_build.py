@@ -13,7 +13,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.engines import build, check
 from verl_mt.engines.base import EngineSetup, check_request
 from verl_mt.errors import ConfigError, EngineError
-from verl_mt.workers.ray_group import rank_environment
+from verl_mt.extensions.cluster.workers.ray_group import rank_environment
 
 
 def made(model, max_model_len=64, trainer=None, **config):
@@ -55,7 +55,7 @@ def test_what_an_engine_does_not_take_is_refused(qwen3, config, message):
 
 def test_a_class_derived_from_the_text_engine_is_not_passed_over_for_a_model_that_sees(tmp_path):
     (tmp_path / "mine.py").write_text("from verl_mt.engines.local import LocalEngine\nclass Mine(LocalEngine): pass\n")
-    with pytest.raises(ConfigError, match=r"mine.py:Mine: .* sees images, which Mine cannot .*derive from .*Vision"):
+    with pytest.raises(ConfigError, match=r"mine.py:Mine: .* takes images, which Mine cannot .*derive from .*Vision"):
         made(vision_model(), name=f"{tmp_path / 'mine.py'}:Mine")
 
 

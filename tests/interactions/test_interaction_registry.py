@@ -6,13 +6,13 @@ import pytest
 
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, DataError, PluginError
+from verl_mt.extensions.compat.interactions.checker import CheckerInteraction
+from verl_mt.extensions.compat.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl_mt.interactions.base import default_name
-from verl_mt.interactions.checker import CheckerInteraction
-from verl_mt.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl_mt.interactions.session import load_interactions, pick_interaction
 
 GSM8K = "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction"
-CHECKER = "verl_mt.interactions.checker.CheckerInteraction"
+CHECKER = "verl_mt.extensions.compat.interactions.checker.CheckerInteraction"
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from verl_mt.errors import DataError
+from verl_mt.extensions.compat.interactions.checker import CheckerInteraction
+from verl_mt.extensions.compat.interactions.gsm8k_interaction import Gsm8kInteraction, last_assistant_text
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.interactions.checker import CheckerInteraction
-from verl_mt.interactions.gsm8k_interaction import Gsm8kInteraction, last_assistant_text
 from verl_mt.interactions.session import InteractionSession, InteractionTurn, check_row
 
 

@@ -15,8 +15,8 @@ from scheduler_lab import EOS, prompt_of, roll_out, runner_for, said
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, UserCodeError
+from verl_mt.extensions.toolbox.interactions.simulated_user import SimulatedUser
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.interactions.simulated_user import SimulatedUser
 from verl_mt.rollout.drivers import ToolLoopDriver
 
 pytest.importorskip("openai")

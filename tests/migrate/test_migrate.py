@@ -16,8 +16,8 @@ import pytest
 from verl_mt.config.compose import compose
 from verl_mt.config.write_reference import _show
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import main, migrate, report
-from verl_mt.migrate.verl import VERL_DEFAULTS
+from verl_mt.extensions.compat.migrate import main, migrate, report
+from verl_mt.extensions.compat.migrate.verl import VERL_DEFAULTS
 
 pytestmark = pytest.mark.slow  # many configurations
 REPO = Path(__file__).resolve().parents[2]

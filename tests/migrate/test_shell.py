@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import migrate
-from verl_mt.migrate.shell import Command, read_script
-from verl_mt.migrate.shell_values import shell_text
+from verl_mt.extensions.compat.migrate import migrate
+from verl_mt.extensions.compat.migrate.shell import Command, read_script
+from verl_mt.extensions.compat.migrate.shell_values import shell_text
 
 
 def words(text: str) -> list[list[str]]:
@@ -100,7 +100,7 @@ printf '%s\\n' "${ARGS[@]}" $LIST "['$M/a']" a#b ${N:-8} "$M$M" \\
     ],
 )
 def test_what_a_shell_computes_stays_the_shells(value, printed):
-    from verl_mt.migrate import migrate
+    from verl_mt.extensions.compat.migrate import migrate
 
     script = f"NAME=Qwen/Qwen3\npython -m verl.trainer.main_ppo trainer.experiment_name={value}\n"
     command = migrate(script).command()
@@ -114,7 +114,7 @@ def test_what_a_shell_computes_stays_the_shells(value, printed):
 
 
 def test_a_function_of_the_script_goes_with_what_calls_it():
-    from verl_mt.migrate import migrate
+    from verl_mt.extensions.compat.migrate import migrate
 
     script = "function now() {\n    echo today\n}\npython -m verl.trainer.main_ppo trainer.experiment_name=run_$(now)\n"
     command = migrate(script).command()
@@ -122,7 +122,7 @@ def test_a_function_of_the_script_goes_with_what_calls_it():
 
 
 def test_vllm_becomes_sglang_and_is_listed():
-    from verl_mt.migrate import migrate
+    from verl_mt.extensions.compat.migrate import migrate
 
     found = migrate("python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm")
     assert "actor_rollout_ref.rollout.name=sglang" in found.overrides
@@ -172,7 +172,7 @@ def test_a_path_made_of_the_scripts_own_name_is_left_to_the_shell_with_the_name_
     ],
 )
 def test_defaults_within_defaults_and_bare_names_in_a_sum(text, word):
-    from verl_mt.migrate.shell_values import for_shell
+    from verl_mt.extensions.compat.migrate.shell_values import for_shell
 
     (command,) = read_script(text).commands
     assert for_shell(command.words[1]) == word

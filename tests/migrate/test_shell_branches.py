@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from verl_mt.migrate import migrate
-from verl_mt.migrate.shell import read_script
+from verl_mt.extensions.compat.migrate import migrate
+from verl_mt.extensions.compat.migrate.shell import read_script
 
 SLIME = (
     "python3 train.py --prompt-data /d.jsonl --rollout-batch-size 8 --n-samples-per-prompt 4 --num-rollout 3 --lr 1e-6 "

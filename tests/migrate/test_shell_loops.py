@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import main, migrate
-from verl_mt.migrate.shell import read_script
+from verl_mt.extensions.compat.migrate import main, migrate
+from verl_mt.extensions.compat.migrate.shell import read_script
 
 VERL = (
     "python3 -m verl.trainer.main_ppo data.train_files=/d.parquet actor_rollout_ref.model.path=Qwen/Q "

@@ -8,8 +8,8 @@ import pytest
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import migrate
-from verl_mt.migrate.launch import ENV
+from verl_mt.extensions.compat.migrate import migrate
+from verl_mt.extensions.compat.migrate.launch import ENV
 
 pytestmark = pytest.mark.slow  # many configurations
 PLAIN = (

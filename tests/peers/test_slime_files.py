@@ -27,18 +27,18 @@ from verl_mt.config.schema import Config
 from verl_mt.data.batch import build_batch, trajectory_rewards, weighed_together
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import ConfigError, PluginError
-from verl_mt.migrate import main
-from verl_mt.migrate.shell import read_script
+from verl_mt.extensions.compat.generate.args import GenerateArgs, flag_defaults
+from verl_mt.extensions.compat.generate.returned import place
+from verl_mt.extensions.compat.migrate import main
+from verl_mt.extensions.compat.migrate.shell import read_script
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, generate_turn, get_model_url, post
+from verl_mt.extensions.compat.rollout.custom_generate import generate as default_generate
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import GenerateState, generate_turn, get_model_url, post
-from verl_mt.rollout.custom_generate import generate as default_generate
-from verl_mt.rollout.generate.args import GenerateArgs, flag_defaults
-from verl_mt.rollout.generate.returned import place
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow  # real files, whole conversations
@@ -480,7 +480,7 @@ def test_reward_key_names_the_entry_of_a_dict_that_is_the_reward():
 
 
 def test_its_scorers_say_what_its_files_read():
-    from verl_mt.rollout.custom_generate import compute_score, extract_answer, grade_answer_verl
+    from verl_mt.extensions.compat.rollout.custom_generate import compute_score, extract_answer, grade_answer_verl
 
     text = "so\nAnswer: \\boxed{34}"
     assert compute_score(text, "34") == {"score": 1.0, "acc": True, "pred": "34"}
@@ -497,7 +497,7 @@ async def generate_and_rm_group(args, group, sampling_params, evaluation=False):
 def test_what_rolls_out_more_than_a_sample_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"takes group, a group of samples.*reward_func\(args, samples\)"):
         runner_of(f"{__name__}.generate_and_rm_group", lambda request: turn("x"))
-    from verl_mt.rollout.custom_generate import E2BSandbox, RolloutDataSource, generate_rollout  # type: ignore
+    from verl_mt.extensions.compat.rollout.custom_generate import E2BSandbox, RolloutDataSource, generate_rollout  # type: ignore
 
     for use in (generate_rollout, type("Mine", (RolloutDataSource,), {})):
         with pytest.raises(PluginError, match="a whole rollout cannot be replaced"):

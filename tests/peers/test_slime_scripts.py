@@ -14,8 +14,8 @@ import pytest
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import main, migrate
-from verl_mt.migrate.launch import ENV
+from verl_mt.extensions.compat.migrate import main, migrate
+from verl_mt.extensions.compat.migrate.launch import ENV
 
 pytestmark = pytest.mark.slow
 REVISION = "2026-08"

@@ -22,12 +22,8 @@ from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, tra
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import families
 from verl_mt.errors import PluginError
-from verl_mt.rewards.base import load_reward, rewards
-from verl_mt.rewards.contract import RewardInput, RunState
-from verl_mt.rollout import scheduler as swift
-from verl_mt.rollout.drivers import ToolLoopDriver
-from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
-from verl_mt.rollout.scheduler import (
+from verl_mt.extensions.compat.rollout import scheduler as swift
+from verl_mt.extensions.compat.rollout.scheduler import (
     ContextType,
     LossScale,
     MultiTurnScheduler,
@@ -37,8 +33,12 @@ from verl_mt.rollout.scheduler import (
     loss_scale_map,
     orms,
 )
-from verl_mt.rollout.schedulers.gym import environments
-from verl_mt.rollout.schedulers.shipped import schedulers
+from verl_mt.extensions.compat.schedulers.gym import environments
+from verl_mt.extensions.compat.schedulers.shipped import schedulers
+from verl_mt.rewards.base import load_reward, rewards
+from verl_mt.rewards.contract import RewardInput, RunState
+from verl_mt.rollout.drivers import ToolLoopDriver
+from verl_mt.rollout.loss_scale import load_loss_scale, loss_scales, zero_stretches
 from verl_mt.trainer.build import build_trainer
 
 pytestmark = pytest.mark.slow  # real files, whole conversations
@@ -521,7 +521,7 @@ def test_a_reward_that_reads_the_trainers_arguments_gets_those_that_are_given_or
 def test_names_of_its_trainer_load_and_say_what_there_is_instead(monkeypatch):
     from abc import ABC
 
-    from verl_mt.rollout.scheduler import CosineReward, get_env_args, is_master, run_multi_turn  # type: ignore
+    from verl_mt.extensions.compat.rollout.scheduler import CosineReward, get_env_args, is_master, run_multi_turn  # type: ignore
 
     for use, advice in ((run_multi_turn, "run drives"), (type("Mine", (CosineReward, ABC), {}), "reward.path=cosine")):
         with pytest.raises(PluginError, match=advice):
@@ -531,7 +531,7 @@ def test_names_of_its_trainer_load_and_say_what_there_is_instead(monkeypatch):
     with pytest.raises(PluginError, match="a scheduler's step may rewrite"):
         swift.ContextManager().manage_context([], "t")
     with pytest.raises(ImportError, match="nobody_knows"):
-        from verl_mt.rollout.scheduler import nobody_knows  # type: ignore # noqa: F401
+        from verl_mt.extensions.compat.rollout.scheduler import nobody_knows  # type: ignore # noqa: F401
 
 
 def test_overriding_what_nothing_calls_is_refused_by_name():

@@ -19,7 +19,7 @@ import pytest
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
-from verl_mt.migrate import Migration, migrate
+from verl_mt.extensions.compat.migrate import Migration, migrate
 
 pytestmark = pytest.mark.slow  # real files, whole conversations
 

@@ -178,7 +178,7 @@ def test_a_program_that_does_not_finish_has_no_output(status):
 
 @pytest.mark.slow
 def test_the_helper_for_several_queries_sends_one_request():
-    from verl_mt.tools.utils.search_r1_like_utils import perform_single_search_batch
+    from verl_mt.extensions.compat.tools.utils.search_r1_like_utils import perform_single_search_batch
 
     passages = [[{"document": {"contents": "Title\nsome text"}}], [{"document": {"contents": "Other\nmore"}}]]
     with service({"result": passages}) as (url, asked):
@@ -193,7 +193,7 @@ def test_the_helper_for_several_queries_sends_one_request():
 @pytest.mark.slow
 @pytest.mark.parametrize("revision", newest_first(REVISIONS))
 def test_the_registry_under_its_name_makes_the_tools_of_a_file(tmp_path, revision):
-    from verl_mt.tools.utils.tool_registry import get_tool_class, initialize_tools_from_config
+    from verl_mt.extensions.compat.tools.utils.tool_registry import get_tool_class, initialize_tools_from_config
 
     source = conformance.peer("verl", revision, "examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml")
     (tool,) = initialize_tools_from_config(conformance.copy_replaced("verl", source, tmp_path))
@@ -225,8 +225,8 @@ MCP_SERVER = Path(__file__).parents[1] / "tools" / "mcp_servers" / "demo_server.
 def test_its_mcp_tools_run_on_our_client_against_a_real_server(tmp_path, monkeypatch, revision):
     """Its own registry and its own tool class; only the manager that they import is ours."""
     pytest.importorskip("mcp", reason="needs the mcp extra")
-    from verl_mt.tools.mcp_client.connection import wait_for
-    from verl_mt.tools.utils.mcp_clients import McpClientManager as ours
+    from verl_mt.extensions.compat.tools.utils.mcp_clients import McpClientManager as ours
+    from verl_mt.extensions.toolbox.mcp_client.connection import wait_for
 
     if importlib.util.find_spec("fastmcp") is None:  # the tool imports one class of exceptions from it
         exceptions = types.ModuleType("fastmcp.exceptions")
@@ -274,14 +274,14 @@ async def _answers_of(tools: dict[str, Any]) -> list[str]:
 def test_a_tool_that_no_mcp_server_offered_is_named():
     pytest.importorskip("mcp", reason="needs the mcp extra")
     from verl_mt.errors import ConfigError
-    from verl_mt.tools.utils.mcp_clients.McpClientManager import MCPClientManager
+    from verl_mt.extensions.compat.tools.utils.mcp_clients.McpClientManager import MCPClientManager
 
     with pytest.raises(ConfigError, match="no MCP server offered a tool 'add'"):
         MCPClientManager().get_client_with_tool_name("add")
 
 
 def test_a_bucket_gives_as_many_tokens_as_its_rate():
-    from verl_mt.tools.utils.mcp_clients.utils import TokenBucket
+    from verl_mt.extensions.compat.tools.utils.mcp_clients.utils import TokenBucket
 
     bucket = TokenBucket(3.0)
     assert [bucket.acquire() for _ in range(4)] == [True, True, True, False]
@@ -291,7 +291,10 @@ def test_a_bucket_gives_as_many_tokens_as_its_rate():
     ("line", "advice"),
     [
         ("from verl_mt.experimental.agent_loop.agent_loop import AgentLoopBase, register", "agent_function_path"),
-        ("from verl_mt.utils.dataset import RLHFDataset", r"verl\.utils\.dataset is not offered: .*data set's class"),
+        (
+            "from verl_mt.utils.dataset import RLHFDataset",
+            r"verl\.utils\.dataset is not offered: .*data set's class",
+        ),
         ("from verl_mt.trainer.ppo.core_algos import register_adv_est", r"adv_estimator=my\.py:f"),
     ],
 )

@@ -20,9 +20,9 @@ from tables import newest_first
 
 from verl_mt.data.dataset import load_rows
 from verl_mt.errors import ConfigError
-from verl_mt.utils.fs import copy_to_local
-from verl_mt.utils.hdfs_io import copy, exists, makedirs
-from verl_mt.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
+from verl_mt.extensions.compat.utils.fs import copy_to_local
+from verl_mt.extensions.compat.utils.hdfs_io import copy, exists, makedirs
+from verl_mt.extensions.compat.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 
 DATASETS = """
 import os

@@ -14,8 +14,8 @@ from verl_resolved import ours, theirs, verl_resolves, we_resolve
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError
-from verl_mt.migrate import main, migrate
-from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
+from verl_mt.extensions.compat.migrate import main, migrate
+from verl_mt.extensions.toolbox.mcp_client.servers import McpEntry, read_servers
 
 pytestmark = pytest.mark.slow  # real files, whole conversations
 

@@ -15,11 +15,11 @@ import pytest
 from command_lab import NO_VALIDATION, metrics_of, rows_of
 from tables import newest_first
 
-from verl_mt import sft
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
 from verl_mt.data.sampler import PositionSampler
-from verl_mt.migrate import main
+from verl_mt.extensions.compat.migrate import main
+from verl_mt.extensions.supervised import sft
 from verl_mt.trainer.build import build_trainer
 
 REPO = Path(__file__).resolve().parents[2]

@@ -32,9 +32,9 @@ from conformance import PEERS, Verdict
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import read_rows
 from verl_mt.errors import VerlMTError
+from verl_mt.extensions.compat.migrate import main as migrate
+from verl_mt.extensions.toolbox.mcp_client.servers import McpEntry, read_servers
 from verl_mt.interactions.session import load_interactions
-from verl_mt.migrate import main as migrate
-from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
 from verl_mt.tools.registry import load_tools
 
 REPO = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from tables import one_of_each
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config, leaves
-from verl_mt.migrate import migrate
+from verl_mt.extensions.compat.migrate import migrate
 from verl_mt.plugins import load_object
 
 REPO = Path(__file__).resolve().parents[2]

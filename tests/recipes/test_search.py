@@ -20,8 +20,8 @@ from verl_mt.config.compose import compose, hydra_main
 from verl_mt.data.dataset import load_rows
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.extensions.toolbox.retrieval.lexical import read_corpus
 from verl_mt.plugins import load_object
-from verl_mt.retrieval.lexical import read_corpus
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.inference import Inference

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from verl_mt.data.dataset import load_rows
-from verl_mt.retrieval.lexical import BM25Index, read_corpus
+from verl_mt.extensions.toolbox.retrieval.lexical import BM25Index, read_corpus
 from verl_mt.rewards.exact_match import compute_score
 from verl_mt.tools.registry import load_tools
 

@@ -16,10 +16,10 @@ import torch
 import warm_start
 from transformers import AutoModelForCausalLM
 
-from verl_mt import sft
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import load_rows
 from verl_mt.extensions.inspection.check_template import main as check_template
+from verl_mt.extensions.supervised import sft
 from verl_mt.modeling.passes import choose_passes, decoder_of
 from verl_mt.modeling.shared_prefix import can_share_prefixes
 from verl_mt.trainer.build import build_trainer
@@ -238,7 +238,17 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     small = ["trainer.save_freq=-1", *HERE]
     cold = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
     cold += ["actor_rollout_ref.actor.optim.lr=3e-4", "trainer.total_training_steps=2"]
-    _run("verl_mt.sft", *named, "--data", shortest, "--out", "cold", "--no-rollouts", *cold, cwd=tmp_path)
+    _run(
+        "verl_mt.sft",
+        *named,
+        "--data",
+        shortest,
+        "--out",
+        "cold",
+        "--no-rollouts",
+        *cold,
+        cwd=tmp_path,
+    )
     rows = [json.loads(line) for line in (tmp_path / "cold" / "metrics.jsonl").open()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2 and losses[1] < losses[0] < 3
@@ -541,7 +551,17 @@ def test_the_model_of_the_wheel_searches_real_passages_for_two_steps(model, sear
     small = ["trainer.total_training_steps=2", "trainer.save_freq=-1", tools, *HERE]
     cold = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
     cold += ["actor_rollout_ref.actor.optim.lr=3e-4"]
-    _run("verl_mt.sft", *named, "--data", shortest, "--out", "cold", "--no-rollouts", *cold, cwd=tmp_path)
+    _run(
+        "verl_mt.sft",
+        *named,
+        "--data",
+        shortest,
+        "--out",
+        "cold",
+        "--no-rollouts",
+        *cold,
+        cwd=tmp_path,
+    )
     rl = [f"data.train_files={rows}/train.parquet", "data.val_files=null", "data.train_batch_size=1"]
     rl += ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2"]
     rl += ["actor_rollout_ref.rollout.max_tokens_per_turn=48", "actor_rollout_ref.model.path=cold/hf"]

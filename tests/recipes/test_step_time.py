@@ -27,10 +27,7 @@ def formula():
     """The formula's module, and the scripts `fit` and `step_time`, as they import each other."""
     sys.path.insert(0, str(RECIPE))
     try:
-        yield tuple(
-            importlib.import_module(name)
-            for name in ("verl_mt.extensions.inspection.doctor.step_time", "fit", "step_time")
-        )
+        yield tuple(importlib.import_module(name) for name in ("verl_mt.doctor.step_time", "fit", "step_time"))
     finally:
         sys.path.remove(str(RECIPE))
 

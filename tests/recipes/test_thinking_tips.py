@@ -17,9 +17,9 @@ from warm_python import warm_python
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, hydra_main
+from verl_mt.extensions.compat.schedulers.shipped import MathTipsMultiTurnScheduler, ThinkingModelTipsScheduler
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.drivers import DriverParts, build_driver
-from verl_mt.rollout.schedulers.shipped import MathTipsMultiTurnScheduler, ThinkingModelTipsScheduler
 from verl_mt.tiny.problems import SYSTEM, generate
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "thinking_tips"
@@ -51,7 +51,7 @@ def test_the_reference_scripts_load_and_validate_on_a_cpu(mode, servers, tmp_pat
     config = configs[0]
     check(config)
     assert (config.actor_rollout_ref.rollout.launch_servers, config.trainer.total_epochs) == (servers, 2)
-    driver = build_driver(config, DriverParts(None, None))
+    driver = build_driver(config, DriverParts())
     assert type(driver.scheduler) is ThinkingModelTipsScheduler and driver.scheduler.max_turns == 3
     assert load_reward(config.reward.path) is not None
 
@@ -66,7 +66,7 @@ def test_every_shipped_scheduler_can_be_chosen_in_either_mode(name):
             config_name="thinking_tips_colocate", config_dir=RECIPE / "config",
         )  # fmt: skip
         check(config)
-        assert build_driver(config, DriverParts(None, None)).scheduler is not None
+        assert build_driver(config, DriverParts()).scheduler is not None
 
 
 ON_A_LAPTOP = shlex.split(

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from verl_mt.errors import ConfigError, DataError
-from verl_mt.retrieval.dense import DenseIndex, Encoder, EncoderOptions
-from verl_mt.retrieval.lexical import BM25Index, read_corpus
+from verl_mt.extensions.toolbox.retrieval.dense import DenseIndex, Encoder, EncoderOptions
+from verl_mt.extensions.toolbox.retrieval.lexical import BM25Index, read_corpus
 
 PASSAGES = [
     {"id": "0", "contents": "Paris\nParis is the capital of France."},

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from retrieval_process import RetrievalProcess
 
-from verl_mt.retrieval.__main__ import main
-from verl_mt.retrieval.lexical import BM25Index
-from verl_mt.retrieval.server import make_app
-from verl_mt.tools.search_client import SearchClient, SearchSettings
+from verl_mt.extensions.toolbox.retrieval.__main__ import main
+from verl_mt.extensions.toolbox.retrieval.lexical import BM25Index
+from verl_mt.extensions.toolbox.retrieval.server import make_app
+from verl_mt.extensions.toolbox.tools.search_client import SearchClient, SearchSettings
 
 PASSAGES = [{"id": str(k), "contents": f"Title {k}\nword{k} common"} for k in range(5)]
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from verl_mt.errors import ConfigError
-from verl_mt.rewards.answer_style import Cosine, Format, ReActFormat, Repetition
+from verl_mt.extensions.compat.rewards.answer_style import Cosine, Format, ReActFormat, Repetition
 from verl_mt.rewards.base import RewardInput, load_reward
 
 

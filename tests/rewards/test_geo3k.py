@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mt.rewards.geo3k import acc_reward, compute_score, value_of
+from verl_mt.extensions.compat.rewards.geo3k import acc_reward, compute_score, value_of
 
 SAME = [
     ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"), (r"\dfrac12", "1/2"), ("12.0", "12"), ("7", "7.0"), ("1,000", "1000"),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from judge_server import JudgeServer
 
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.toolbox.rewards.llm_judge import parse_score
 from verl_mt.rewards import Reward, RewardFailure, RewardInput, llm_judge, load_reward
-from verl_mt.rewards.llm_judge import parse_score
 
 pytestmark = pytest.mark.slow  # servers
 
@@ -261,7 +261,7 @@ def test_wrong_settings_are_one_error():
 
 def test_the_librarys_own_openai_endpoint_can_be_the_judge():
     pytest.importorskip("uvicorn")
-    from verl_mt.rollout.agent.endpoint import AgentServer
+    from verl_mt.extensions.toolbox.agent.endpoint import AgentServer
 
     async def go() -> list[Any]:
         server, asked = AgentServer(), []

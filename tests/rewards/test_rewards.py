@@ -526,7 +526,7 @@ def test_a_reward_of_the_inner_form_fails_its_items_and_nothing_else(name):
 
 
 def test_a_reward_that_is_imported_late_is_its_class_by_every_way_to_ask_for_it(monkeypatch):
-    from verl_mt.rewards.llm_judge import LLMJudge
+    from verl_mt.extensions.toolbox.rewards.llm_judge import LLMJudge
 
     class Sterner(rewards["llm_judge"]):
         """A plug-in file may build on a shipped one."""

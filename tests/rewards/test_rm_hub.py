@@ -9,13 +9,15 @@ from json import dumps, loads
 
 import pytest
 
-from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.generate.args import ARGS
+from verl_mt.extensions.compat.rewards.math_grading import boxed, from_latex, same_by_algebra, same_by_text
+from verl_mt.extensions.compat.rewards.rm_hub import RuleReward, dapo, f1
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.rewards import load_reward
 from verl_mt.rewards.adapters import adapt
 from verl_mt.rewards.contract import RewardInput
-from verl_mt.rewards.math_grading import boxed, from_latex, same_by_algebra, same_by_text
-from verl_mt.rewards.rm_hub import RuleReward, dapo, f1
+from verl_mt.rollout.drivers import DriverParts
 
 SAME_TEXT = [
     (r"\frac12", "0.5"), (r"\dfrac{1}{2}", "1/2"), ("x = 3", "3"), (r"\sqrt3", r"\sqrt{3}"), (r"90^\circ", "90"),
@@ -148,7 +150,7 @@ def test_a_type_that_is_not_here_is_refused_when_the_reward_is_made(rm_type, rea
 def test_a_row_without_any_type_fails_alone():
     reward = load_reward("rm_hub")
     items = [
-        RewardInput("", "", None, sample=Sample(response=r"\boxed{1}", label="1", metadata=metadata))
+        RewardInput("", "", None, source=Sample(response=r"\boxed{1}", label="1", metadata=metadata))
         for metadata in ({}, {"rm_type": "math"})
     ]
     failed, scored = asyncio.run(reward.score(items))
@@ -176,7 +178,7 @@ def test_a_server_is_asked_again_and_its_number_is_the_score():
     url = f"http://127.0.0.1:{server.server_port}/score"
     reward = load_reward("rm_hub", kwargs={"rm_type": "remote_rm", "url": url})
     sample = Sample(prompt="p", response="r", label="l")
-    (scored,) = asyncio.run(reward.score([RewardInput("", "", None, sample=sample)]))
+    (scored,) = asyncio.run(reward.score([RewardInput("", "", None, source=sample)]))
     server.shutdown()
     assert scored == {"score": 0.75}
     assert asked == [{"prompt": "p", "response": "r", "label": "l"}] * 2
@@ -194,8 +196,8 @@ def test_a_function_of_slimes_is_scored_by_the_number_that_reward_key_names():
         reward_key = "accuracy"  # what reward.kwargs.reward_key says, slime's functions find in args
 
     reward = adapt(named, label="named", kwargs={"reward_key": "accuracy"}, timeout_s=600.0)
-    reward.bind(Args())
-    (scored,) = asyncio.run(reward.score([RewardInput("", "", None, sample=Sample())]))
+    reward.bind(None, DriverParts(shared={ARGS: Args()}))
+    (scored,) = asyncio.run(reward.score([RewardInput("", "", None, source=Sample())]))
     assert scored["score"] == 0.25
 
 

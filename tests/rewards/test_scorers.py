@@ -101,8 +101,8 @@ def test_gsm8k_reference_solutions_score_one(shared_data):
 
 
 def test_gsm8k_is_found_under_verls_name():
-    from verl_mt.utils.reward_score import gsm8k as under_verls_name
-    from verl_mt.utils.rollout_trace import rollout_trace_op
+    from verl_mt.extensions.compat.utils.reward_score import gsm8k as under_verls_name
+    from verl_mt.extensions.compat.utils.rollout_trace import rollout_trace_op
 
     @rollout_trace_op
     def function():

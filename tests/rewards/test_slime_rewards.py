@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from verl_mt.data.slime_sample import Sample
 from verl_mt.errors import PluginError
+from verl_mt.extensions.compat.generate.args import ARGS
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.rewards.base import RewardFailure, RewardInput, load_reward
+from verl_mt.rollout.drivers import DriverParts
 
 SEEN: list = []
 
@@ -43,7 +45,7 @@ def needs_judge(args, sample, judge):
 
 def items(*responses):
     return [
-        RewardInput("toy", r, "yes", {"index": k}, sample=Sample(response=r, label={"ground_truth": "yes"}))
+        RewardInput("toy", r, "yes", {"index": k}, source=Sample(response=r, label={"ground_truth": "yes"}))
         for k, r in enumerate(responses)
     ]
 
@@ -51,8 +53,7 @@ def items(*responses):
 def score(name, *responses, **kwargs):
     SEEN.clear()
     reward = load_reward(f"{__name__}.{name}", kwargs=kwargs)
-    assert reward.needs_samples
-    reward.bind("the args")
+    reward.bind(None, DriverParts(shared={ARGS: "the args"}))
     return asyncio.run(reward.score(items(*responses)))
 
 
@@ -93,4 +94,4 @@ def test_a_batch_that_raises_is_scored_again_sample_by_sample():
 def test_a_parameter_that_nothing_fills_is_refused_at_start():
     with pytest.raises(PluginError, match=r"nothing fills its parameter judge; a reward of slime's gets args"):
         load_reward(f"{__name__}.needs_judge")
-    assert load_reward(f"{__name__}.needs_judge", kwargs={"judge": 1}).needs_samples
+    assert load_reward(f"{__name__}.needs_judge", kwargs={"judge": 1})

@@ -6,8 +6,14 @@ import asyncio
 import copy
 import threading
 
-from verl_mt.data.slime_sample import Sample
-from verl_mt.rollout.custom_generate import GenerateState, RowTools, batched_async_rm, call_tools, post
+from verl_mt.extensions.compat.rollout.custom_generate import (
+    GenerateState,
+    RowTools,
+    batched_async_rm,
+    call_tools,
+    post,
+)
+from verl_mt.extensions.compat.slime_sample import Sample
 
 SEEN: list[dict] = []
 """What the functions were given."""

@@ -15,10 +15,11 @@ from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.extensions.compat.generate.args import ARGS, GenerateArgs, Runtime
+from verl_mt.extensions.compat.rollout.custom_generate import CustomGenerateDriver
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import CustomGenerateDriver
-from verl_mt.rollout.generate.args import GenerateArgs, Runtime
+from verl_mt.rollout.drivers import DriverParts
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -75,7 +76,7 @@ def runner_of(path, script, *, limits=None, reward=None, engine=None, config=Non
     config.actor_rollout_ref.rollout.custom_generate_function_path = path
     scorer = load_reward(reward or f"{__name__}.one", timeout_s=600.0)
     args = GenerateArgs(config, Runtime(chat, scorer, None))
-    scorer.bind(args)
+    scorer.bind(config, DriverParts(shared={ARGS: args}))
     return RolloutRunner(
         context=SessionContext(
             chat=chat,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from verl_mt.data.slime_sample import Sample
-from verl_mt.rollout.custom_generate import GenerateState, post
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, post
+from verl_mt.extensions.compat.slime_sample import Sample
 
 SETTINGS = {"max_turns": 3, "return_logprob": True}
 HINT = "\nNo action found. Use <search>words</search> or <answer>text</answer>.\n"

@@ -22,15 +22,15 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.extensions.toolbox.agent.endpoint import AgentServer, ChatRequest, RequestError, read_request
 from verl_mt.rewards.base import load_reward
-from verl_mt.rollout.agent.endpoint import AgentServer, ChatRequest, RequestError, read_request
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-from verl_mt.rollout.agent.driver import AgentDriver
+from verl_mt.extensions.toolbox.agent.driver import AgentDriver
 
 pytestmark = pytest.mark.slow  # servers
 

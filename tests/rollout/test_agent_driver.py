@@ -30,7 +30,7 @@ from verl_mt.tools.registry import ToolSet
 from verl_mt.user_code import CallTimeout, UserCode
 
 agents = pytest.importorskip("agent_functions", reason="openai is not installed", exc_type=ImportError)
-from verl_mt.rollout.agent.driver import AgentDriver  # noqa: E402
+from verl_mt.extensions.toolbox.agent.driver import AgentDriver  # noqa: E402
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 

@@ -14,14 +14,14 @@ from search_r1_functions import DOCUMENTS, HINT
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.schema import Config
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, PluginError
+from verl_mt.extensions.compat.generate.args import GenerateArgs, Runtime
+from verl_mt.extensions.compat.rollout.custom_generate import CustomGenerateDriver, GenerateState, post
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import CustomGenerateDriver, GenerateState, post
 from verl_mt.rollout.drivers import ToolLoopDriver
-from verl_mt.rollout.generate.args import GenerateArgs, Runtime
 from verl_mt.rollout.runner import RolloutPlan
 
 AGENT = "search_r1_functions.generate"

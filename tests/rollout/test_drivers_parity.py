@@ -15,11 +15,11 @@ from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.drivers import DRIVERS, DriverParts, ToolLoopDriver, build_driver
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
@@ -150,7 +150,7 @@ class OwnDriver(ToolLoopDriver):
 
 
 def test_a_driver_is_a_line_in_the_registry(monkeypatch):
-    parts = DriverParts(None, None, frozenset({"images"}))
+    parts = DriverParts(None, frozenset({"images"}))
     assert type(build_driver(compose([]), parts)) is ToolLoopDriver
     monkeypatch.setitem(DRIVERS, "multi_turn.tool_parser", f"{__name__}:OwnDriver.build")
     assert type(build_driver(compose([]), parts)) is OwnDriver
@@ -160,7 +160,7 @@ def test_a_driver_is_a_line_in_the_registry(monkeypatch):
 def test_a_run_imports_no_driver_of_another_family():
     code = (
         "import sys; import verl_mt.trainer.build; from verl_mt.rollout.drivers import *; from verl_mt.config.schema "
-        "import Config; build_driver(Config(), DriverParts(None, None)); "
+        "import Config; build_driver(Config(), DriverParts()); "
         "print([m for m in sys.modules if m.startswith(('verl_mt.rollout.agent', 'verl_mt.rollout.generate', "
         "'verl_mt.rollout.schedulers'))])"
     )

@@ -14,12 +14,12 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams, VersionSpan
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, post
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import GenerateState, post
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext

@@ -18,6 +18,7 @@ from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, PluginError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 from verl_mt.rollout import loss_scale as scales
 from verl_mt.rollout.loss_scale import (
     ContextType,
@@ -27,7 +28,6 @@ from verl_mt.rollout.loss_scale import (
     loss_scale_map,
     loss_scales,
 )
-from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.trainer.build_rollout import loss_scale_of
 
 

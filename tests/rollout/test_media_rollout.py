@@ -18,14 +18,14 @@ from verl_mt.data import batch as columns
 from verl_mt.data.batch import RowMedia, build_batch
 from verl_mt.data.media import MediaInput, load_image
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
-from verl_mt.engines.local.vision import LocalVisionEngine
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.multimodal.local_engine import LocalVisionEngine
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.values import hidden_before
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.drivers import ToolLoopDriver
-from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet

@@ -22,8 +22,14 @@ from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row, write_r
 from verl_mt.data.trajectory import Status, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import rollout_metrics
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.scheduler import Env, GymScheduler, MultiTurnScheduler, RequestConfig, RolloutOutput
-from verl_mt.rollout.schedulers.hooks import current
+from verl_mt.extensions.compat.rollout.scheduler import (
+    Env,
+    GymScheduler,
+    MultiTurnScheduler,
+    RequestConfig,
+    RolloutOutput,
+)
+from verl_mt.extensions.compat.schedulers.hooks import current
 
 pytestmark = pytest.mark.slow  # hundreds of conversations
 

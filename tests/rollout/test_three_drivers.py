@@ -18,18 +18,18 @@ from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.config.schema import Config
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams, VersionSpan
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, call_tools, post
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.custom_generate import GenerateState, call_tools, post
 from verl_mt.rollout.drivers import ToolLoopDriver
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutRunner
-from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.session import SessionContext
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool

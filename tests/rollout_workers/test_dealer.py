@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mt.data.dataset import DataRow
+from verl_mt.extensions.cluster.rollout_workers.dealer import MAX_LOST, Dealer, Job, cause_of
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout_workers.dealer import MAX_LOST, Dealer, Job, cause_of
 
 
 def job(position: int, *, plan: str = "s1", tokens: int = 10, conversations: int = 4) -> Job:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.rollout_workers.links import ProcessLink, WorkerGone
+from verl_mt.extensions.cluster.rollout_workers.links import ProcessLink, WorkerGone
 
 STUCK = """
 import pathlib, re, subprocess, os

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.tools.search_client import CoalescingCache
+from verl_mt.extensions.toolbox.tools.search_client import CoalescingCache
 
 pytestmark = pytest.mark.cap("C54")
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from verl_mt.data.conversation import ToolCall
+from verl_mt.extensions.multimodal.image_zoom_in_tool import ImageZoomInTool
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.image_zoom_in_tool import ImageZoomInTool
 from verl_mt.tools.toolset import ToolSet
 
 Image = pytest.importorskip("PIL.Image")

@@ -12,9 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from verl_mt.errors import ConfigError, PluginError
-from verl_mt.tools.mcp_base_tool import discover, mcp_settings
-from verl_mt.tools.mcp_client.servers import McpEntry, read_servers
-from verl_mt.tools.mcp_search_tool import MCPSearchTool
+from verl_mt.extensions.toolbox.mcp_client.servers import McpEntry, read_servers
+from verl_mt.extensions.toolbox.tools.mcp_base_tool import discover, mcp_settings
+from verl_mt.extensions.toolbox.tools.mcp_search_tool import MCPSearchTool
 from verl_mt.tools.registry import load_tools
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema
 from verl_mt.tools.settings import parse_settings
@@ -140,7 +140,7 @@ def test_a_wrong_tools_file_names_file_and_entry(entry, says, tmp_path):
 def test_without_the_mcp_package_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     for name in ("connection", "sdk"):
-        monkeypatch.delitem(sys.modules, f"verl_mt.tools.mcp_client.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"verl_mt.extensions.toolbox.mcp_client.{name}", raising=False)
     with pytest.raises(PluginError, match=r'pip install "verl_mt\[mcp\]"'):
         discover({"servers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}, {"type": "mcp"}, beside=tmp_path)
 

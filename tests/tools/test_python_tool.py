@@ -13,9 +13,9 @@ from hostile import deadline_only_for
 
 from verl_mt.data.conversation import ToolCall
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.toolbox.sandbox import interpreter
+from verl_mt.extensions.toolbox.tools.python_tool import PythonTool
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.python_tool import PythonTool
-from verl_mt.tools.sandbox import interpreter
 from verl_mt.tools.toolset import ToolSet
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")

@@ -10,7 +10,7 @@ import pytest
 from search_service import SearchService, answered, found
 
 from verl_mt.bounds import MAX_BODY_BYTES
-from verl_mt.tools.search_client import (
+from verl_mt.extensions.toolbox.tools.search_client import (
     KEY_VARIABLE,
     NO_RESULTS,
     SearchClient,

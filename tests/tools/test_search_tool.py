@@ -32,7 +32,11 @@ VERLS_SCHEMA = {
 
 
 def open_tool(tmp_path, config: dict[str, Any], schema: Any = None, kwargs: Any = None, **limits: Any) -> ToolSession:
-    entry = {"class_name": "verl_mt.tools.search_tool.SearchTool", "config": config, "tool_schema": schema}
+    entry = {
+        "class_name": "verl_mt.tools.search_tool.SearchTool",
+        "config": config,
+        "tool_schema": schema,
+    }
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": [entry]}))
     return ToolExecutor(load_tools(file), ToolLimits(**limits), list).open("t", kwargs)

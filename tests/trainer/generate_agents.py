@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_mt.rollout.custom_generate import GenerateState, Sample, call_tools, post
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, Sample, call_tools, post
 
 
 async def calculator_agent(args, sample: Sample, sampling_params) -> Sample:

@@ -182,7 +182,7 @@ def test_a_tool_parser_that_cannot_read_the_calls_of_the_chat_template(refusal, 
 
 def test_an_interaction_file_with_a_missing_class(refusal, tmp_path):
     file = tmp_path / "interactions.yaml"
-    file.write_text("interaction:\n  - class_name: verl_mt.interactions.checker.Chequer\n")
+    file.write_text("interaction:\n  - class_name: verl_mt.extensions.compat.interactions.checker.Chequer\n")
     says(refusal(f"{INTERACTION}={file}"), str(file), "interaction[0]", "'Chequer'")
 
 
@@ -289,7 +289,11 @@ def test_an_interaction_that_is_not_configured(refusal, tmp_path):
     rows[0]["extra_info"]["interaction_kwargs"] = {"ground_truth": "1"}
     rows[1]["extra_info"]["interaction_kwargs"] = {"name": "teecher"}
     file, interactions = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "interactions.yaml"
-    entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    entry = {
+        "name": "teacher",
+        "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction",
+        "config": {},
+    }
     interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
     text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
     says(text, f"{file}, row 2", "unknown interaction 'teecher'", "did you mean 'teacher'?")
@@ -300,7 +304,11 @@ def test_an_interaction_without_what_it_needs_of_a_row(refusal, tmp_path):
     rows[0]["extra_info"]["interaction_kwargs"] = {"ground_truth": "1"}
     rows[1]["extra_info"]["interaction_kwargs"] = {"query": "what?"}
     file, interactions = jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "interactions.yaml"
-    entry = {"name": "teacher", "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    entry = {
+        "name": "teacher",
+        "class_name": "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction",
+        "config": {},
+    }
     interactions.write_text(yaml.safe_dump({"interaction": [entry]}))
     text = refusal(f"data.train_files={file}", f"{INTERACTION}={interactions}", "data.val_files=null")
     says(text, f"{file}, row 2", "interaction 'teacher' needs extra_info.interaction_kwargs.ground_truth")

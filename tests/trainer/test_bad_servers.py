@@ -14,8 +14,8 @@ import pytest
 
 from verl_mt.config.compose import compose, config_from_mapping
 from verl_mt.config_paths import resolve_model_path
-from verl_mt.engines.sglang.server_check import _CALLS
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.sglang.server_check import _CALLS
 from verl_mt.trainer.build import build_trainer
 
 QUICK = (

@@ -9,9 +9,9 @@ import torch
 from command_lab import NO_VALIDATION, fit, metrics_of, rows_of, small_trainer, varied
 
 from verl_mt.data import batch as col
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.trainer.dynamic_sampling import Selection, response_length, trained_ids, why_left_out
 
 FINISHED, CUT, FAILED = StopReason.FINISHED, StopReason.RESPONSE_LENGTH, StopReason.ERROR

@@ -10,9 +10,9 @@ from mixed_scheduler import Mixed
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.runner import RolloutPlan
-from verl_mt.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer.build import build_trainer, build_workers
 from verl_mt.trainer.build_data import build_prompts, load_val_prompts

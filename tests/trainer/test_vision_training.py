@@ -13,9 +13,9 @@ from command_lab import NO_VALIDATION, SMALL, metrics_of, rows_of
 from vision_toys import image_processor, picture, vision_model, vision_tokenizer
 
 from verl_mt.chat.loading import load_chat
-from verl_mt.chat.vision import ProcessorChat
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError, DataError
+from verl_mt.extensions.multimodal.chat_template import ProcessorChat
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.trainer.build import build_trainer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, Sample, post
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, RolloutOutput
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.rollout.custom_generate import GenerateState, Sample, post
-from verl_mt.rollout.scheduler import MultiTurnScheduler, RolloutOutput
 
 
 def is_bad(trajectory_id: str | None) -> bool:

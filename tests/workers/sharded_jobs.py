@@ -16,13 +16,13 @@ from tensordict import TensorDict
 from verl_mt.config.actor import RefConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
+from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.passes import Passes, use_passes
 from verl_mt.workers import sharding
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker
 from verl_mt.workers.rank_batch import RankBatch
-from verl_mt.workers.rank_worker import RankWorker
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.rollout_correction import RolloutCorrection
 from verl_mt.workers.setup import WorkerSetup, load_workers

@@ -169,7 +169,7 @@ def test_sharded_checkpoint_that_are_missing_are_named_as_the_critics(tmp_path):
 
 
 def test_the_columns_that_a_critic_reads_are_sent_to_other_processes():
-    from verl_mt.workers import ray_group
+    from verl_mt.extensions.cluster.workers import ray_group
 
     batch = batches(1)[0].select(*ray_group._SENT, strict=False)
     assert {col.VALUES, col.RETURNS} <= set(batch.keys())

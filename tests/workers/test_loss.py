@@ -211,7 +211,7 @@ def test_real_moves_a_trajectory_without_advantage_as_one_that_did_worse():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", sorted(ACTOR_OF))
 def test_the_columns_that_a_loss_reads_are_sent_to_other_processes(mode):
-    from verl_mt.workers import ray_group
+    from verl_mt.extensions.cluster.workers import ray_group
 
     batch = drifting(2)
     batch[col.REF_LOG_PROBS] = batch[col.ROLLOUT_LOG_PROBS].clone()

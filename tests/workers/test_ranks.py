@@ -19,9 +19,9 @@ from verl_mt.config.actor import ModelConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import EngineError
-from verl_mt.workers import rank_worker
+from verl_mt.extensions.cluster.workers import rank_worker
+from verl_mt.extensions.cluster.workers.rank_worker import Packed, RankWorker, cuda_index
 from verl_mt.workers.rank_batch import RankBatch
-from verl_mt.workers.rank_worker import Packed, RankWorker, cuda_index
 from verl_mt.workers.setup import Placement, WorkerSetup
 from verl_mt.workers.sharding import ALONE, Ranks
 from verl_mt.workers.worker_group import Publication

@@ -13,8 +13,8 @@ from tensordict import NonTensorStack
 
 from verl_mt.data import batch as columns
 from verl_mt.data.media import MediaInput
-from verl_mt.workers import ray_group
-from verl_mt.workers.ray_group import RayWorkerGroup
+from verl_mt.extensions.cluster.workers import ray_group
+from verl_mt.extensions.cluster.workers.ray_group import RayWorkerGroup
 from verl_mt.workers.sharding import ALONE
 
 

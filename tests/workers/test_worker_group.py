@@ -530,14 +530,14 @@ def test_a_checkpoint_has_a_critic_where_the_run_has_one(now, then):
 def test_the_group_that_is_built_is_the_one_of_the_placement(monkeypatch):
     told = []
     monkeypatch.setattr(
-        worker_group, "load_object", lambda path, *, what: lambda setup: told.append((path, setup)) or "on ray"
+        worker_group.placements, "find", lambda name: lambda setup: told.append((name, setup)) or "on ray"
     )
     config = ActorRolloutRefConfig(model=ModelConfig(path="x"))
     options = {"total_steps": 5, "train_batch_size": 2, "device": torch.device("cpu"), "seed": 9}
     for placement, kind in (("ray", Placement(kind="ray")), (Placement("ray", nnodes=2), Placement("ray", nnodes=2))):
         assert build_worker_group(config, **options, placement=placement) == "on ray"
         ((path, wanted),) = told
-        assert path == "verl_mt.workers.ray_group.RayWorkerGroup"
+        assert path == "ray"
         assert wanted == WorkerSetup(config, 5, 2, "cpu", 9, kind, AlgorithmNeeds())
         told.clear()
 

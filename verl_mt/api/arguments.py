@@ -25,7 +25,7 @@ from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.plugins import OBJECT
-from verl_mt.rewards.weighted import TAKEN
+from verl_mt.rewards.contract import RESERVED_PARTS
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool, function_tool
 
@@ -127,7 +127,7 @@ class CallArguments:
         if isinstance(reward, str):
             return reward
         name = _name_of(reward)
-        return self.name(reward, f"{name}_reward" if name in TAKEN else name)
+        return self.name(reward, f"{name}_reward" if name in RESERVED_PARTS else name)
 
     def name(self, value: Any, name: str | None = None) -> str:
         """The name under which `load_object` finds an object; the same object has one."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_mt import sft
 from verl_mt.api.arguments import CallArguments
 from verl_mt.api.runs import Evaluation, Examination, Run, evaluated
 from verl_mt.config.compose import compose
@@ -167,13 +166,9 @@ def fine_tune(
     held_out = None if flags["val_data"] is None else given.conversations(flags["val_data"], "held_out")
     with objects_given(given.objects):
         named = [] if base is None else ["--config-name", os.fspath(base)]
-        config = sft.config_of(demos, [*named, *given.words])
-        assert config is not None  # nobody asked to print it
-        from verl_mt.trainer import supervised
-
-        rollouts, folder = sft.has_rollouts(config, None), Path(out).expanduser()
-        plan = supervised.Plan(demos, folder, held_out, flags["min_reward"], rollouts, flags["stop_at_accuracy"])
-        status = supervised.train(config, plan)
+        folder = Path(out).expanduser()
+        flags["val_data"] = held_out
+        status = extension_function("fine_tune")(demos, [*named, *given.words], folder, **flags)
     if status:
         raise KeyboardInterrupt(f"stopped; the same call goes on, and verl_mt.Run({str(folder)!r}) is the run so far")
     return Run(folder, objects=given.objects)

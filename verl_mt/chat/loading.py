@@ -11,6 +11,7 @@ from typing import Any
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.errors import TemplateError
+from verl_mt.plugins import extension_function
 
 PROBE_TEXTS = (
     "Hello world",
@@ -148,11 +149,11 @@ def load_chat(
         "extra_end_ids": _generation_eos(folder, revision),
     }
     if is_multimodal(folder, revision):
-        from verl_mt.chat.vision import ProcessorChat, load_media_processor  # torch and image processors: not for text
-
-        media = load_media_processor(folder, revision=revision, trust_remote_code=trust_remote_code)
+        load = extension_function("media_processor")  # torch and image processors: not for text
+        media = load(folder, revision=revision, trust_remote_code=trust_remote_code)
         if media is not None:
-            return ProcessorChat(tokenizer, media=media, **keys)
+            chat: ChatTemplate = extension_function("media_chat")(tokenizer, media=media, **keys)
+            return chat
     return ChatTemplate(tokenizer, **keys)
 
 

@@ -17,14 +17,7 @@ from typing import Any, Literal
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import Registry, load_object
 
-FAMILIES: Registry[str] = Registry(
-    "library whose names are understood",
-    {
-        "verl": "verl_mt.aliases.converters:VERL",
-        "slime": "verl_mt.aliases.converters:SLIME",
-        "ms-swift": "verl_mt.aliases.converters:MS_SWIFT",
-    },
-)
+FAMILIES: Registry[str] = Registry("library whose names are understood", group="verl_mt.aliases")
 """Name -> dotted path of its `Family`."""
 
 

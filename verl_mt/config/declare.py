@@ -10,7 +10,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -176,7 +176,7 @@ class Limits(TypedDict, total=False):
     """Inclusive bounds of a number; null is always allowed where the type allows it."""
     below: float
     """Exclusive upper bound."""
-    choices: tuple[Any, ...]
+    choices: Collection[Any]
     """The values it may take."""
     plugin: bool
     """Beside the choices, the dotted path or file.py:name of an object of the user's."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.declare import Section, all_of, any_of, is_set, only, option, switched_on, without
+from verl_mt.plugins import Registry
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TURNS = f"{_ROLLOUT}.multi_turn"
@@ -33,11 +34,14 @@ _STARTED_HERE = all_of(
     _SGLANG, without(f"{_ROLLOUT}.servers", why="the servers run already, give it to them when they are started")
 )
 
-ENGINES = {
-    "local": "verl_mt.engines.local.engine:LocalEngine",
-    "sglang": "verl_mt.engines.sglang.engine:SGLangEngine",
-    "scripted": "verl_mt.engines.scripted:ScriptedEngine",
-}
+ENGINES: Registry[Any] = Registry(
+    "inference engine",
+    {
+        "local": "verl_mt.engines.local.engine:LocalEngine",
+        "scripted": "verl_mt.engines.scripted:ScriptedEngine",
+    },
+    group="verl_mt.engines",
+)
 """Name -> the class of an inference engine, which is loaded when it is chosen."""
 
 
@@ -183,7 +187,7 @@ class RolloutConfig(Section):
     name: str = option(
         "local",
         "Inference engine; or the dotted path or file.py:name of one of your own (docs/your_own_engine.md).",
-        choices=tuple(ENGINES),
+        choices=ENGINES,
         plugin=True,
     )
     mode: str = option(

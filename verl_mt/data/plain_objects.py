@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import functools
 import hashlib
 import io
 from collections.abc import Callable, Mapping
@@ -22,18 +23,21 @@ import torch
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import MediaInput, from_wire, is_image, to_wire
-from verl_mt.data.slime_sample import PrefixCache, Sample, Speculation
-from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
+from verl_mt.data.trajectory import Status, StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
+from verl_mt.plugins import Registry
 
 _KIND, _VALUE = "__kind__", "value"
-_CLASSES: dict[str, type] = {
-    cls.__qualname__: cls
-    for cls in (
-        DataRow, MediaInput, PrefixCache, Sample, Sample.Status, Speculation, StopReason, TimeSpan, Trajectory,
-        TrajectoryGroup, TrajectoryRecord, TurnSpan,
-    )
-}  # fmt: skip
+_CLASSES: Registry[type] = Registry(
+    "stored class",
+    {
+        cls.__qualname__: cls
+        for cls in (
+            DataRow, MediaInput, Status, StopReason, TimeSpan, Trajectory, TrajectoryGroup, TrajectoryRecord, TurnSpan
+        )
+    },
+    group="verl_mt.stored_classes",
+)  # fmt: skip
 _TEXTS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
@@ -106,7 +110,7 @@ def from_plain(value: Any) -> Any:
         return {key: from_plain(item) for key, item in value.items()}
     kind = value[_KIND]
     try:
-        return _READERS[kind](value[_VALUE])
+        return (_READERS[kind] if kind in _READERS else _object(kind))(value[_VALUE])
     except Exception as error:  # what somebody else has written shows as anything
         raise DataError(f"{kind!r} cannot be read: {type(error).__name__}: {error}") from error
 
@@ -145,7 +149,9 @@ def _numbers(values: list[Any]) -> dict[str, Any] | None:
     return {_KIND: "numbers", _VALUE: torch.tensor(values, dtype=dtype)}
 
 
-def _object(cls: type) -> Callable[[Any], Any]:
+@functools.cache
+def _object(name: str) -> Callable[[Any], Any]:
+    cls = _CLASSES[name]
     if issubclass(cls, enum.Enum):
         return cls
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -167,7 +173,6 @@ def _raw_image(value: tuple[str, tuple[int, int], bytes]) -> Any:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: _object(cls) for name, cls in _CLASSES.items()},
     **_TEXT_READERS,
     "dict": lambda pairs: {from_plain(key): from_plain(item) for key, item in pairs},
     "set": lambda items: set(from_plain(items)),

@@ -197,7 +197,7 @@ def _check_capabilities(name: str, can: Any) -> None:
 def _find(name: str) -> Any:
     """A class of engines, or a function of an `EngineSetup`. Loaded when it is chosen: who only needs the contract or a
     script loads neither transformers nor a client."""
-    found = load_object(ENGINES.get(name, name), what=_KEY)
+    found = load_object(name, what=_KEY, registry=ENGINES)
     if isinstance(found, type) and not issubclass(found, InferenceEngine):
         raise PluginError(f"{_KEY}={name}: {found.__name__} is no InferenceEngine (engines/base.py)")
     if not callable(found):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.errors import ConfigError, PluginError, error_text, traceback_text, value_text
-from verl_mt.plugins import listing
+from verl_mt.plugins import extension_function, listing
 from verl_mt.rewards.contract import (
     FailureKind,
     InvalidScore,
@@ -379,8 +379,6 @@ class SlimeReward(_BatchReward):
     the entry `args.reward_key` is the score where that is set, else `score`.
     """
 
-    needs_samples = True
-
     def __init__(self, function: Callable[..., Any], *, label: str, kwargs: Mapping[str, Any], timeout_s: float):
         super().__init__(function, label=label, kwargs=kwargs, timeout_s=timeout_s)
         self._is_batched = [p.name for p in _parameters(function, label)][1] == "samples"
@@ -392,19 +390,28 @@ class SlimeReward(_BatchReward):
                 "args, the sample and what reward.kwargs holds"
             )
 
-    def bind(self, args: Any) -> None:
-        self._args = args
+    def bind(self, config: Any, parts: Any) -> None:
+        self._args = extension_function("slime_args")(config, parts)
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         return await (super().score(items) if self._is_batched else self._score_alone(items))
 
     async def _score_batch(self, items: Sequence[RewardInput]) -> Sequence[Any]:
-        samples = [item.sample for item in items]
+        samples = [_sample_of(item) for item in items]
         if self._is_batched:
             values = _as_list(await self._call(self._args, samples), len(items))
         else:
             values = [await self._call(self._args, samples[0])]
         return [by_reward_key(value, self._args) for value in values]
+
+
+def _sample_of(item: RewardInput) -> Any:
+    """The trajectory as slime's `Sample`: the last record's."""
+    if item.source is not None or item.trajectory is None:
+        return item.source
+    row = item.data_row
+    label, metadata = (None, None) if row is None else (row.label, row.metadata)
+    return extension_function("slime_samples")(item.trajectory, item.decode, label=label, metadata=metadata)[-1]
 
 
 @reading_scores()

@@ -48,14 +48,8 @@ rewards: Registry[Any] = Registry(
         "math_answer": math_answer.FinalAnswer,
         "thinking_tips": math_answer.MultiTurnThinkingTips,
         "gym": math_answer.GymReward,
-        "format": "verl_mt.rewards.answer_style:Format",
-        "react_format": "verl_mt.rewards.answer_style:ReActFormat",
-        "repetition": "verl_mt.rewards.answer_style:Repetition",
-        "cosine": "verl_mt.rewards.answer_style:Cosine",
-        "weighted_sum": "verl_mt.rewards.weighted:WeightedSum",
-        "llm_judge": "verl_mt.rewards.llm_judge:LLMJudge",
-        "rm_hub": "verl_mt.rewards.rm_hub:RuleReward",
     },
+    group="verl_mt.rewards",
 )
 orms = rewards
 """The same registry under ms-swift's name: `orms['mine'] = MyReward`."""
@@ -216,10 +210,9 @@ class DataSourceReward(Reward):
             for name, function in self.scorers.items()
         }
 
-    def bind(self, args: Any) -> None:
+    def bind(self, config: Any, parts: Any) -> None:
         for reward in self._rewards.values():
-            reward.bind(args)
-            self.needs_samples = self.needs_samples or reward.needs_samples
+            reward.bind(config, parts)
 
     def check(self, row: DataRow) -> None:
         where = row.place

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_mt.data.slime_sample import Sample
 from verl_mt.data.trajectory import MAX_REWARD, is_trainable
 from verl_mt.errors import error_text, value_text
 
 if TYPE_CHECKING:
     from verl_mt.data.dataset import DataRow
+    from verl_mt.data.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,14 @@ class RewardInput:
     """The data set's row, all columns."""
     completion: str = ""
     """The text of the last assistant turn."""
-    sample: Sample | None = None
-    """The trajectory as slime's functions know it; there where the reward `needs_samples`."""
+    trajectory: Trajectory | None = None
+    """What is scored; None = it is not known here."""
+    source: Any = None
+    """An object that the rollout driver filled for rewards of its own library; None = there is none."""
+    data_row: DataRow | None = None
+    """The row with its label and metadata."""
+    decode: Callable[[Sequence[int]], str] = str
+    """Token ids -> text, control tokens kept."""
     conversation_turns: int | None = None
     """The prompt, each assistant turn and each answer to one (the results of a turn's calls are one answer; so is what
     the interaction says last). None = unknown."""
@@ -97,6 +103,8 @@ class RewardFailure:
     kind: FailureKind = "raised"
 
 
+RESERVED_PARTS = ("score", "overlong", "turn_cost", "token_cost")
+"""Parts of a reward that come from elsewhere; no reward may have one of these names."""
 Scores = dict[str, float]
 """`score` and any further numbers, all finite (`is_trainable`)."""
 
@@ -104,13 +112,16 @@ Scores = dict[str, float]
 class Reward:
     """Scores trajectories. A reward of your own may subclass this, or have one of the three familiar signatures."""
 
-    needs_samples: bool = False
-    """Its items must come with `sample`."""
     timeout_s: float = 60.0
     """Deadline of one call in seconds; `load_reward` sets `reward.timeout_s`."""
 
-    def bind(self, args: Any) -> None:
-        """Called once, before anything is scored: `args`, for rewards of slime's signature."""
+    def bind(self, config: Any, parts: Any) -> None:
+        """Called once, before anything is scored.
+
+        Args:
+            config: the run's `Config`.
+            parts: its `DriverParts`.
+        """
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
         """One result per item, in the order of `items`. Never raises for a single bad item."""

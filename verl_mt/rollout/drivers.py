@@ -9,21 +9,25 @@ A further driver is a folder of its own, a key of the config that asks for it, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.plugins import load_object
-from verl_mt.rewards.contract import RunState
+from verl_mt.plugins import Registry
+from verl_mt.rewards.contract import Reward, RunState
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.rollout.tool_loop import run_tool_loop
 from verl_mt.tools.executor import ToolSession
+
+if TYPE_CHECKING:
+    from verl_mt.chat.template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -75,26 +79,28 @@ class ToolLoopDriver:
         await run_tool_loop(episode.session, episode.tools, episode.interaction)
 
 
-DRIVERS = {
-    "agent_function_path": "verl_mt.rollout.agent.driver:build",
-    "custom_generate_function_path": "verl_mt.rollout.generate.driver:build",
-    "multi_turn.scheduler": "verl_mt.rollout.schedulers.driver:build",
-}
+DRIVERS: Registry[Callable[[Config, DriverParts], RolloutDriver]] = Registry(
+    "rollout driver", group="verl_mt.rollout_drivers"
+)
 """Key under `actor_rollout_ref.rollout` that asks for a driver -> its factory, `build(config, parts) -> RolloutDriver`.
 
-If several are set, the first one decides. A factory is named by its path, so a run imports only its own driver.
+If several are set, the first one decides. A run imports only its own driver.
 """
 
 
 @dataclass(frozen=True)
 class DriverParts:
-    """What a factory may build its driver from, beside the config."""
+    """What rollout drivers and rewards may be built from, beside the config."""
 
-    args: Any
-    """What functions of slime's kind are given."""
-    parser: ToolParser
+    parser: ToolParser | None = None
     media: frozenset[str] = frozenset()
     """What model and engine take beside text."""
+    chat: ChatTemplate | None = None
+    reward: Reward | None = None
+    tool_schemas: Sequence[dict[str, Any]] = ()
+    """Of the tools that the configuration names."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Objects that a driver and a reward of one library share, under names of their own."""
 
 
 def has_own_loop(rollout: RolloutConfig) -> bool:
@@ -105,8 +111,7 @@ def has_own_loop(rollout: RolloutConfig) -> bool:
 def build_driver(config: Config, parts: DriverParts) -> RolloutDriver:
     """Who drives the conversations: the one place that decides it."""
     rollout = config.actor_rollout_ref.rollout
-    for key, factory in DRIVERS.items():
+    for key in DRIVERS:
         if attrgetter(key)(rollout) is not None:
-            driver: RolloutDriver = load_object(factory, what=f"actor_rollout_ref.rollout.{key}")(config, parts)
-            return driver
+            return DRIVERS[key](config, parts)
     return ToolLoopDriver()

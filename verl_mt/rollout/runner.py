@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from verl_mt.data.requests import SamplingParams
-from verl_mt.data.slime_sample import samples_of
 from verl_mt.data.trajectory import MAX_REWARD, StopReason, TimeSpan, Trajectory, TrajectoryGroup, is_trainable
 from verl_mt.errors import (
     ConfigError,
@@ -381,16 +380,15 @@ class RolloutRunner:
 
     def _reward_input(self, trajectory: Trajectory, prompt: Prompt, run: RunState) -> RewardInput:
         one_turn = isinstance(self.driver, ToolLoopDriver) and self.tools is None and not self.interactions
-        item = replace(
+        return replace(
             _reward_input(trajectory, prompt),
             run=run,
             several_turns=not one_turn,
             decode_response=partial(_response_text, trajectory, self.context.chat.tokenizer),
+            trajectory=trajectory,
+            data_row=prompt.row,
+            decode=self.context.chat.decode,
         )
-        if not self.reward.needs_samples:
-            return item
-        decode, row = self.context.chat.decode, prompt.row
-        return replace(item, sample=samples_of(trajectory, decode, label=row.label, metadata=row.metadata)[-1])
 
 
 def failed_group(plan: RolloutPlan, position: int, prompt: Prompt, error: str) -> TrajectoryGroup:

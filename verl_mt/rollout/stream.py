@@ -27,7 +27,7 @@ class RollsOut(Protocol):
 
 
 class Pool(RollsOut, Protocol):
-    """Rollout workers (`verl_mt/rollout_workers`)."""
+    """Rollout workers (an extension)."""
 
     def metrics(self) -> dict[str, float]:
         """What was lost with workers."""

@@ -24,7 +24,7 @@ from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
 from verl_mt.interactions.session import load_interactions
 from verl_mt.modeling import load
-from verl_mt.plugins import load_object
+from verl_mt.plugins import extension_function
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits, is_multi_turn
 from verl_mt.rollout.drivers import DriverParts, build_driver
@@ -36,12 +36,6 @@ from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet, load_tools
 
 log = logging.getLogger(__name__)
-
-SLIME_ARGS = "verl_mt.rollout.generate.args:build_args"
-"""What slime's functions are given: a reward function may be one of them, whatever driver the run has."""
-
-ROLLOUT_WORKERS = "verl_mt.rollout_workers.build:build_pool"
-"""Makes the pool of them, or None where the config wants none."""
 
 
 def build_chat(config: Config) -> ChatTemplate:
@@ -138,8 +132,8 @@ def build_runner(
     scored = config.reward
     reward = load_reward(scored.path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
     schemas = executor.tools.schemas() if executor is not None else []
-    args = load_object(SLIME_ARGS, what="the args of slime's functions")(config, chat, reward, schemas)
-    reward.bind(args)
+    parts = DriverParts(_parser(config), media, chat, reward, schemas)
+    reward.bind(config, parts)
     return RolloutRunner(
         context=SessionContext(
             chat=chat,
@@ -155,7 +149,7 @@ def build_runner(
             train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
-        driver=build_driver(config, DriverParts(args, _parser(config), media)),
+        driver=build_driver(config, parts),
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
@@ -216,7 +210,7 @@ def begin_workers(config: Config, stream: RolloutStream) -> None:
     wanted = config.trainer.placement == "ray" if count is None else count > 0
     if not wanted or config.trainer.debug_mode == "train_only":
         return
-    if (pool := load_object(ROLLOUT_WORKERS, what="rollout workers")(config, stream.runner)) is not None:
+    if (pool := extension_function("rollout_workers")(config, stream.runner)) is not None:
         stream.pool = pool
         stream.call(pool.start())
 

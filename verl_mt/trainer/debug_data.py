@@ -20,9 +20,9 @@ from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
 from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import atomic_file, row_to_trajectory, trajectory_to_row, writing
-from verl_mt.data.slime_sample import Dumped, Sample, samples_of
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
+from verl_mt.extensions.compat.slime_sample import Dumped, Sample, samples_of
 
 PLACEHOLDER = "{rollout_id}"
 

@@ -128,7 +128,9 @@ class Trainable:
         if "tensors" in state:
             self.load_state_dict(state)
             return
-        from verl_mt.workers.sharded_checkpoint import load_shards  # half a second that one process does not need
+        from verl_mt.workers.sharded_checkpoint import (
+            load_shards,  # half a second that one process does not need
+        )
 
         self.load_progress(state)
         load_shards(self.tensors(), folder, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.lora import Adapter, adapter_of, require_peft
 from verl_mt.modeling.weights import named_weights
-from verl_mt.plugins import load_object
+from verl_mt.plugins import Registry
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
@@ -262,6 +262,10 @@ def load_workers_state(
         critic.load_checkpoint(state["critic"], folder, "critic")
 
 
+placements: Registry[Callable[[WorkerSetup], WorkerGroup]] = Registry("placement", group="verl_mt.placements")
+"""Places of the ranks beside this process."""
+
+
 def build_worker_group(
     config: ActorRolloutRefConfig,
     *,
@@ -293,7 +297,5 @@ def build_worker_group(
         placement = Placement(kind=placement)
     setup = WorkerSetup(config, total_steps, train_batch_size, str(device), seed, placement, algorithm)
     if placement.kind == "ray":
-        # By its path: who trains in one process does not load Ray, and this module does not import what imports it.
-        on_ray = load_object("verl_mt.workers.ray_group.RayWorkerGroup", what="trainer.placement=ray")
-        return cast(WorkerGroup, on_ray(setup))
+        return cast(WorkerGroup, placements.find(placement.kind)(setup))
     return InlineWorkerGroup(*load_workers(setup))

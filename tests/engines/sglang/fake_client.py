@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from verl_mt.engines.sglang.clients import Client
-from verl_mt.engines.sglang.engine import SGLangEngine
-from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import EngineGoneError
+from verl_mt.extensions.cluster.sglang.clients import Client
+from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 
 
 def answer(ids, reason="stop", *, versions=None, cached=0, **more) -> dict[str, Any]:

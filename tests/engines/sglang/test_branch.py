@@ -10,10 +10,10 @@ from engine_models import request
 from fake_client import until
 from test_hosted import Host, Ranks
 
-from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang.engine import SGLangEngine
-from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.extensions.cluster.sglang import engine as engine_module
+from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 from verl_mt.plugins import load_object
 
 pytestmark = pytest.mark.slow  # event loops, deadlines

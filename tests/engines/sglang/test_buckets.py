@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.engines.sglang.buckets import Buckets, payload, verify
 from verl_mt.errors import EngineError
+from verl_mt.extensions.cluster.sglang.buckets import Buckets, payload, verify
 
 EXPECTED = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,)}
 

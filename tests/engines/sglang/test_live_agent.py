@@ -9,7 +9,7 @@ import pytest
 from live import Lab
 
 from verl_mt.chat.parsers import get_parser
-from verl_mt.rollout.agent.driver import AgentDriver
+from verl_mt.extensions.toolbox.agent.driver import AgentDriver
 from verl_mt.rollout.runner import RolloutPlan
 
 pytest.importorskip("openai")

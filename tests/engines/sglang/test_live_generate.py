@@ -11,8 +11,8 @@ import pytest
 from live import Lab
 
 from verl_mt.data.trajectory import Status
-from verl_mt.rollout.custom_generate import CustomGenerateDriver
-from verl_mt.rollout.generate.args import GenerateArgs, Runtime
+from verl_mt.extensions.compat.generate.args import GenerateArgs, Runtime
+from verl_mt.extensions.compat.rollout.custom_generate import CustomGenerateDriver
 from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
 
 pytestmark = pytest.mark.sglang

@@ -22,8 +22,8 @@ from ray_machines import disconnect
 from warm_start import parent_of
 
 from verl_mt.config.compose import compose
-from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import WorkerError
+from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer import checkpoint, restarts
 from verl_mt.trainer.build import build_trainer

@@ -12,7 +12,7 @@ from engine_models import request
 from live import ROLLOUT, ROUNDING, START_S, Lab, Loop, without_end, worst_difference
 
 from verl_mt.config.compose import compose
-from verl_mt.engines.sglang.engine import SGLangEngine
+from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.trainer.build import build_trainer
 from verl_mt.workers.weight_sync import weight_update_for
 

@@ -10,7 +10,7 @@ from mixed_scheduler import Mixed
 from parity import compare
 
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
 
 pytestmark = pytest.mark.sglang
 

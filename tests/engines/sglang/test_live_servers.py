@@ -19,8 +19,8 @@ from test_live_contract import changed
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
-from verl_mt.engines.sglang.engine import SGLangEngine
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.workers.weight_sync import LiveWeights, Transport, weight_update_for
 
 pytestmark = pytest.mark.sglang

@@ -7,10 +7,10 @@ import json
 import pytest
 from live import ROLLOUT, START_S, processes_of_group
 
-from verl_mt import sft
 from verl_mt.diagnostics.step_metrics import tokens_by_replica
+from verl_mt.extensions.supervised import sft
+from verl_mt.extensions.supervised import training as supervised
 from verl_mt.tiny.problems import SYSTEM, generate
-from verl_mt.trainer import supervised
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
 

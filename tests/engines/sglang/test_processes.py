@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 from live import processes_of_group
 
-from verl_mt.engines.sglang import clients, processes
-from verl_mt.engines.sglang.clients import ColocatedClient, LaunchedServer
-from verl_mt.engines.sglang.options import SGLangOptions
-from verl_mt.engines.sglang.processes import ChildProcess, ProcessGroup
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.sglang import clients, processes
+from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, LaunchedServer
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
+from verl_mt.extensions.cluster.sglang.processes import ChildProcess, ProcessGroup
 
 CLASSES = [*processes._INPUT_CLASSES.values(), *processes._PLAIN_CALLS.values()]
 CALLS = [*processes._INPUT_CLASSES, *processes._PLAIN_CALLS]

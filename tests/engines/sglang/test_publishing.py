@@ -15,10 +15,10 @@ from engine_models import request
 from fake_client import FakeClient, FakeEngine, answer
 
 from verl_mt.engines.base import Receiver, TensorBuckets
-from verl_mt.engines.sglang import buckets
-from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang.publisher import BucketPublisher
 from verl_mt.errors import EngineError
+from verl_mt.extensions.cluster.sglang import buckets
+from verl_mt.extensions.cluster.sglang import engine as engine_module
+from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights
 

@@ -10,8 +10,8 @@ from engine_models import request
 from fake_client import FakeEngine, answer, until
 
 from verl_mt.engines.base import Disk
-from verl_mt.engines.sglang import engine as engine_module
 from verl_mt.errors import EngineError
+from verl_mt.extensions.cluster.sglang import engine as engine_module
 
 pytestmark = pytest.mark.slow  # event loops, deadlines
 

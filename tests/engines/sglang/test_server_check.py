@@ -8,10 +8,10 @@ import json
 import httpx
 import pytest
 
-from verl_mt.engines.sglang import server_check
-from verl_mt.engines.sglang.clients import HttpClient
-from verl_mt.engines.sglang.options import SGLangOptions
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.sglang import server_check
+from verl_mt.extensions.cluster.sglang.clients import HttpClient
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 
 URL = "http://somewhere:30000"
 

@@ -10,9 +10,9 @@ from engine_models import request
 from fake_client import FakeClient, FakeEngine, answer, until
 
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
-from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang import replica as replica_module
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.extensions.cluster.sglang import engine as engine_module
+from verl_mt.extensions.cluster.sglang import replica as replica_module
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import ModelShape, model_shape, named_weights
 from verl_mt.workers.weight_sync import weight_update_for

@@ -13,11 +13,11 @@ from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
-from verl_mt.engines.sglang import cpu_platform
-from verl_mt.engines.sglang import engine as engine_module
-from verl_mt.engines.sglang import options as options_module
-from verl_mt.engines.sglang.options import SGLangOptions, check_launched, require_sglang
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.sglang import cpu_platform
+from verl_mt.extensions.cluster.sglang import engine as engine_module
+from verl_mt.extensions.cluster.sglang import options as options_module
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions, check_launched, require_sglang
 
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 

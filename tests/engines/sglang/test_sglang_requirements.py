@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_mt.engines.sglang import server_check
+from verl_mt.extensions.cluster.sglang import server_check
 
 REPO = Path(__file__).resolve().parents[3]
 

@@ -7,8 +7,8 @@ from engine_models import request
 from fake_client import answer
 
 from verl_mt.data.requests import VersionSpan
-from verl_mt.engines.sglang.turn import SGLangTurn
 from verl_mt.errors import EngineError
+from verl_mt.extensions.cluster.sglang.turn import SGLangTurn
 
 
 def turn_of(ids=(5, 6, 7), *, max_model_len=100, ends=(3,), **sampling):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_mt.engines.sglang import shared_memory
-from verl_mt.engines.sglang.buckets import Buckets, payload
-from verl_mt.engines.sglang.shared_memory import mark, mark_group, sweep
+from verl_mt.extensions.cluster.sglang import shared_memory
+from verl_mt.extensions.cluster.sglang.buckets import Buckets, payload
+from verl_mt.extensions.cluster.sglang.shared_memory import mark, mark_group, sweep
 
 
 @pytest.fixture

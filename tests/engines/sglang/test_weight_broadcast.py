@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from verl_mt.engines.base import Receiver
-from verl_mt.engines.sglang.publisher import WeightBroadcaster
 from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.extensions.cluster.sglang.publisher import WeightBroadcaster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 CONTEXT = mp.get_context("forkserver")

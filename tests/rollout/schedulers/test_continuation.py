@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from scheduler_lab import CHAT, EOS, LP, FixedIdsChat, converse, ids_of, response, said, trained
 
 from verl_mt.data.trajectory import Status, StopReason
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.scheduler import MultiTurnScheduler
 
 
 class Continue(MultiTurnScheduler):

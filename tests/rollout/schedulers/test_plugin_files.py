@@ -10,11 +10,11 @@ from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, tra
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import ConfigError, PluginError
+from verl_mt.extensions.compat.rollout.scheduler import load_scheduler, multi_turns, orms
+from verl_mt.extensions.compat.schedulers.shipped import schedulers
 from verl_mt.plugins import import_plugins
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.drivers import DriverParts, build_driver
-from verl_mt.rollout.scheduler import load_scheduler, multi_turns, orms
-from verl_mt.rollout.schedulers.shipped import schedulers
 
 # What the authors of such files import; the one line that changes is the line of imports.
 THEIR_IMPORTS = {
@@ -257,7 +257,7 @@ def test_schedulers_and_rewards_are_chosen_in_the_config(tmp_path):
         ]
     )
     import_plugins(config.external_plugins)
-    driver = build_driver(config, DriverParts(None, None))
+    driver = build_driver(config, DriverParts())
     assert type(driver.scheduler).__name__ == "CheckAgain"
     assert driver.scheduler.max_turns == 3
     assert load_reward(config.reward.path) is not None
@@ -280,7 +280,7 @@ def test_arguments_that_a_scheduler_does_not_take_are_named(kwargs, complaint):
 
 
 def _names_in_a_worker(setup, answers):
-    from verl_mt.rollout.scheduler import multi_turns as there
+    from verl_mt.extensions.compat.rollout.scheduler import multi_turns as there
     from verl_mt.workers.setup import load_workers
 
     load_workers(setup)

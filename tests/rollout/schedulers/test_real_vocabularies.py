@@ -8,7 +8,7 @@ from tables import one_of_each
 from transformers import AutoTokenizer
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 
 TEMPLATES = {
     "qwen3": "Qwen-Qwen3-0.6B",

@@ -12,9 +12,9 @@ from scheduler_lab import CHAT, EOS, LP, FixedIdsChat, converse, ids_of, prompt_
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import PluginError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, load_scheduler
+from verl_mt.extensions.compat.schedulers.hooks import InferEngine
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, load_scheduler
-from verl_mt.rollout.schedulers.hooks import InferEngine
 
 
 class AskAgain(MultiTurnScheduler):

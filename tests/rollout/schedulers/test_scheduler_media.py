@@ -11,8 +11,8 @@ from scheduler_lab import converse, prompt_of, said
 from verl_mt.data.dataset import load_rows
 from verl_mt.data.run_files import row_to_trajectory, trajectory_to_row
 from verl_mt.errors import DataError
-from verl_mt.rollout.scheduler import MultiTurnScheduler
-from verl_mt.rollout.schedulers.driver import make_request
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.schedulers.driver import make_request
 
 image_module = pytest.importorskip("PIL.Image")
 

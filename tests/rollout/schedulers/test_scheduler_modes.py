@@ -15,8 +15,8 @@ from verl_mt.data.trajectory import Trajectory
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 from verl_mt.rollout.runner import RolloutPlan
-from verl_mt.rollout.scheduler import MultiTurnScheduler
 from verl_mt.rollout.stream import RolloutStream
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "engines" / "sglang"))

@@ -11,7 +11,7 @@ from scheduler_lab import CHAT, ids_of, prompt_of, roll_out, runner_for, said
 
 from verl_mt.data.trajectory import Status
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.rollout.scheduler import MultiTurnScheduler, RolloutOutput
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, RolloutOutput
 
 TEXT = st.text("ab <>/\n", min_size=1, max_size=8)
 CUTS = st.tuples(st.just("cut"), st.integers(0, 8), st.text("xyz ", max_size=4))

@@ -16,9 +16,9 @@ from verl_mt.data.batch import LOSS_MASK, TRAJECTORY_INDEX, build_batch, expand_
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput, TrajectoryOver
+from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput, TrajectoryOver
-from verl_mt.rollout.schedulers.driver import SchedulerDriver
 
 
 class Turns(MultiTurnScheduler):

@@ -10,9 +10,7 @@ from scheduler_lab import CHAT, EOS, converse, ids_of, prompt_of, response, roll
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import EngineGoneError, PluginError
-from verl_mt.plugins import load_object
-from verl_mt.rollout.context import Limits
-from verl_mt.rollout.scheduler import (
+from verl_mt.extensions.compat.rollout.scheduler import (
     Env,
     GymScheduler,
     ThinkingModelTipsScheduler,
@@ -21,7 +19,13 @@ from verl_mt.rollout.scheduler import (
     multi_turns,
     orms,
 )
-from verl_mt.rollout.schedulers.shipped import MathTipsMultiTurnScheduler, MathTipsScheduler, extract_tool_calls
+from verl_mt.extensions.compat.schedulers.shipped import (
+    MathTipsMultiTurnScheduler,
+    MathTipsScheduler,
+    extract_tool_calls,
+)
+from verl_mt.plugins import load_object
+from verl_mt.rollout.context import Limits
 
 WRONG = "<think>2+2 is 5</think><answer>5</answer>"
 RIGHT = "<think>2+2 is 4</think><answer>4</answer>"

@@ -21,10 +21,10 @@ import anyio
 from hostile_server import MODES
 
 from verl_mt.bounds import MAX_FRAME_BYTES
-from verl_mt.tools.mcp_client.connection import McpConnection
-from verl_mt.tools.mcp_client.sdk import IS_FIRST, MCPError, get
-from verl_mt.tools.mcp_client.servers import McpServer
-from verl_mt.tools.mcp_client.stdio import lines
+from verl_mt.extensions.toolbox.mcp_client.connection import McpConnection
+from verl_mt.extensions.toolbox.mcp_client.sdk import IS_FIRST, MCPError, get
+from verl_mt.extensions.toolbox.mcp_client.servers import McpServer
+from verl_mt.extensions.toolbox.mcp_client.stdio import lines
 
 pytestmark = pytest.mark.slow
 

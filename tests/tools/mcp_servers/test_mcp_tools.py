@@ -24,9 +24,9 @@ from tool_runs import roll_out
 from verl_mt.data.conversation import ToolCall
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import ConfigError, PluginError
+from verl_mt.extensions.toolbox.mcp_client import connection as connections
+from verl_mt.extensions.toolbox.tools.mcp_base_tool import MCPBaseTool
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
-from verl_mt.tools.mcp_base_tool import MCPBaseTool
-from verl_mt.tools.mcp_client import connection as connections
 from verl_mt.tools.registry import load_tools
 from verl_mt.tools.toolset import ToolSet
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.tools.sandbox import Sandbox, SandboxLimits, folders
+from verl_mt.extensions.toolbox.sandbox import Sandbox, SandboxLimits, folders
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
 

@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 
-from verl_mt.tools.sandbox import SandboxLimits, jail
-from verl_mt.tools.sandbox.policy import readable_paths
-from verl_mt.tools.sandbox.seccomp import build_filter
+from verl_mt.extensions.toolbox.sandbox import SandboxLimits, jail
+from verl_mt.extensions.toolbox.sandbox.policy import readable_paths
+from verl_mt.extensions.toolbox.sandbox.seccomp import build_filter
 
 
 def test_the_struct_grows_as_the_kernels_does():

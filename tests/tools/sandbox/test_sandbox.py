@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from verl_mt.errors import PluginError
-from verl_mt.tools.sandbox import Sandbox, SandboxLimits, folders
+from verl_mt.extensions.toolbox.sandbox import Sandbox, SandboxLimits, folders
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
 
@@ -409,7 +409,7 @@ def test_without_landlock_it_refuses_to_start_and_says_what_is_missing():
 
 
 def test_a_sandbox_with_a_hole_refuses_to_start(monkeypatch):
-    from verl_mt.tools.sandbox import interpreter as module
+    from verl_mt.extensions.toolbox.sandbox import interpreter as module
 
     everything = b"\x06\x00\x00\x00\x00\x00\xff\x7f"  # return ALLOW
     monkeypatch.setattr(module, "build_filter", lambda: everything)
@@ -419,8 +419,8 @@ def test_a_sandbox_with_a_hole_refuses_to_start(monkeypatch):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_hole_that_only_older_kernels_have_is_found_there(monkeypatch, tmp_path, version):
-    from verl_mt.tools.sandbox import interpreter as module
-    from verl_mt.tools.sandbox import seccomp
+    from verl_mt.extensions.toolbox.sandbox import interpreter as module
+    from verl_mt.extensions.toolbox.sandbox import seccomp
 
     older = tmp_path / "jail.py"
     main = 'if __name__ == "__main__":'

@@ -8,7 +8,7 @@ import pytest
 from bpf import verdict
 
 from verl_mt.errors import PluginError
-from verl_mt.tools.sandbox.seccomp import ALLOW, DENY, IGNORE, KILL, UNKNOWN, UNSUPPORTED, build_filter
+from verl_mt.extensions.toolbox.sandbox.seccomp import ALLOW, DENY, IGNORE, KILL, UNKNOWN, UNSUPPORTED, build_filter
 
 X86, ARM = 0xC000003E, 0xC00000B7
 MACHINES = {"x86_64": X86, "aarch64": ARM}

@@ -13,7 +13,7 @@ import pytest
 import warm_start
 
 from verl_mt.errors import ConfigError
-from verl_mt.workers import ray_cluster
+from verl_mt.extensions.cluster.workers import ray_cluster
 from verl_mt.workers.setup import Placement
 
 pytestmark = pytest.mark.ray

@@ -20,8 +20,8 @@ from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.data import batch as col
 from verl_mt.errors import ConfigError, DataError, EngineGoneError, WorkerError
-from verl_mt.workers import ray_group
-from verl_mt.workers.engine_hosts import RayHost, as_engine_error
+from verl_mt.extensions.cluster.workers import ray_group
+from verl_mt.extensions.cluster.workers.engine_hosts import RayHost, as_engine_error
 from verl_mt.workers.setup import Placement
 from verl_mt.workers.worker_group import build_worker_group
 
@@ -105,7 +105,7 @@ def test_weights_go_round_in_buckets_of_whole_layers(groups):
     import ray
 
     def with_small_buckets(worker):
-        import verl_mt.workers.rank_worker as rank
+        import verl_mt.extensions.cluster.workers.rank_worker as rank
 
         rank._BUCKET_BYTES = 1
         return len(worker._buckets())

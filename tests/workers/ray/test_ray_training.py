@@ -14,9 +14,9 @@ import torch
 from verl_mt.config.compose import compose
 from verl_mt.data.requests import GenerationRequest, SamplingParams, VersionSpan
 from verl_mt.errors import WorkerError
+from verl_mt.extensions.cluster.workers.ray_group import RayWorkerGroup
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.restarts import run_to_the_end
-from verl_mt.workers.ray_group import RayWorkerGroup
 
 pytestmark = pytest.mark.ray
 STEPS = 3

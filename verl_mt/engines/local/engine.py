@@ -29,6 +29,7 @@ from verl_mt.engines.local.model_runner import PackedForward
 from verl_mt.engines.local.slots import Sequence
 from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.plugins import extension_function
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class LocalEngine(InferenceEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
-        """This engine, or for a model that sees the one in `vision.py`."""
+        """This engine, or for a multimodal model the one of the extension `multimodal`."""
         module, rollout = setup.policy_module, setup.config.rollout
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(
@@ -65,16 +66,14 @@ class LocalEngine(InferenceEngine):
                 f"{type(module).__name__}: it works only where actor and rollout are in one process"
             )
         if getattr(getattr(module, "config", None), "vision_config", None) is not None:
-            # What it imports for pictures is no business of models of text.
-            from verl_mt.engines.local.vision import LocalVisionEngine
-
             if cls is not LocalEngine:
                 raise ConfigError(
-                    f"actor_rollout_ref.rollout.name={rollout.name}: {type(module).__name__} sees images, which "
+                    f"actor_rollout_ref.rollout.name={rollout.name}: {type(module).__name__} takes images, which "
                     f"{cls.__name__} cannot sample from, it derives from LocalEngine; derive from "
                     "verl_mt.engines.local.vision.LocalVisionEngine"
                 )
-            return LocalVisionEngine.from_setup(setup)
+            engine: InferenceEngine = extension_function("media_engine").from_setup(setup)
+            return engine
         return cls(
             module,
             end_token_ids=setup.end_token_ids,

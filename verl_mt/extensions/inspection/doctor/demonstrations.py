@@ -18,9 +18,9 @@ from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, erro
 from verl_mt.extensions.inspection.doctor.forms import truth_text
 from verl_mt.extensions.inspection.doctor.meaning import earned
 from verl_mt.extensions.inspection.doctor.scripted import Talk
+from verl_mt.extensions.supervised.demonstration_rows import load_demonstrations
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data
-from verl_mt.trainer.demonstration_rows import load_demonstrations
 
 _MOST = 64
 """Conversations that are played; all are read and measured."""

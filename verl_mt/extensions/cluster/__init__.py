@@ -1,0 +1,1 @@
+"""Past one process: SGLang, Ray groups, rollout workers."""

@@ -1,0 +1,279 @@
+"""Publish a policy's weights: to engines on the same machine through memory, to all others by one broadcast.
+
+A publisher runs in the process that holds the weights: a rank's, or this one if the policy is here. It waits for
+answers, so it never runs on an event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_mt.engines.base import Receiver, WeightPublisher
+from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
+from verl_mt.extensions.cluster.sglang.buckets import Buckets, describe, payload
+from verl_mt.extensions.cluster.sglang.options import nccl_environment
+
+_LEAVE_S = 10.0
+_TOGETHER_S = 120.0
+"""How long joining, and the broadcast of one bucket, may take; a member that refuses its part is noticed then."""
+
+
+class BucketPublisher(WeightPublisher):
+    """Through the memory of this machine: a handle of the buffer goes to each engine, which copies out of it.
+
+    Its buffers are used for every update. See `FromRanks`.
+
+    Args:
+        expected: name -> shape of all weights.
+        dtype: torch's name of the engines'.
+        timeout_s: deadline of each call of an engine.
+        through_host: the buffers lie in main memory, also where weights and engines are on a GPU.
+        address: of this machine; the engines are on it.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        timeout_s: float,
+        through_host: bool = False,
+        *,
+        address: str,
+    ):
+        device = torch.device("cpu") if through_host else None
+        self._buckets = Buckets(expected, getattr(torch, dtype), device=device)
+        self._timeout_s = timeout_s
+
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
+    ) -> list[VerlMTError | None]:
+        """Send all of them to all engines, which are in a weight update already, and stay in it. One that goes away, or
+        refuses, is left out from then on.
+
+        Raises:
+            EngineError: a tensor that does not fit the model.
+        """
+        problems: dict[Receiver, VerlMTError] = {}
+        asked: dict[Receiver, Future[None]] = {}
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            # One rank of several may still copy on its GPU when the engine has answered; not when it answers again.
+            several = any(receiver.num_ranks > 1 and receiver.on_gpu for receiver in receivers)
+            for bucket in self._buckets.pack(tensors, bucket_bytes, num_buffers=3 if several else 2):
+                # The engines have copied the last bucket while this one was packed; its buffer is written next.
+                problems |= _failures(asked)
+                if len(problems) == len(receivers):
+                    break
+                body = {"load_format": "flattened_bucket", **_progress(version, bucket.is_last)}
+                asked = {}
+                for receiver in receivers:
+                    if receiver not in problems:
+                        # Each is opened once: a handle that several ranks share would be gone with the first of them.
+                        payloads = [payload(bucket.buffer, bucket.entries) for _ in range(receiver.num_ranks)]
+                        own = {**body, "serialized_named_tensors": payloads}
+                        asked[receiver] = threads.submit(
+                            receiver.call, "update_weights_from_tensor", own, self._timeout_s
+                        )
+            problems |= _failures(asked)
+        return [problems.get(receiver) for receiver in receivers]
+
+    def close(self) -> None:
+        """Give the buffers back. Idempotent."""
+        self._buckets.close()
+
+
+class WeightBroadcaster(WeightPublisher):
+    """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
+    (gloo passes it on along a tree, NCCL along a ring).
+
+    Args: those of `BucketPublisher`; `address` is where the engines' machines reach this one.
+    """
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: str, timeout_s: float, *, address: str):
+        self._expected, self._dtype = expected, getattr(torch, dtype)
+        self._timeout_s, self._together_s = timeout_s, min(timeout_s, _TOGETHER_S)
+        self._address = address
+        self._members: list[Receiver] = []
+        self._buckets = Buckets(expected, self._dtype, dense=True)
+        self._group: Any = None
+        self._name = ""
+
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
+    ) -> list[VerlMTError | None]:
+        """Send all of them to all engines, which are in a weight update already, and stay in it. An engine that goes
+        away breaks the broadcast off for all.
+
+        Raises:
+            EngineError: a tensor that does not fit the model.
+        """
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            try:
+                if self._members != list(receivers):
+                    self._join(threads, list(receivers))
+                asked: dict[Receiver, Future[None]] = {}
+                for bucket in self._buckets.pack(tensors, bucket_bytes):
+                    # The engines have loaded the last bucket while this one was packed.
+                    _raise_broken(asked, None)
+                    body = {**describe(bucket.entries), "group_name": self._name, "load_format": "flattened_bucket"}
+                    body |= _progress(version, bucket.is_last)
+                    asked = self._ask(threads, "update_weights_from_distributed", dict.fromkeys(receivers, body))
+                    self._do_here(asked, partial(self._broadcast, bucket.buffer))
+                _raise_broken(asked, None)
+            except _BrokenOffError as broken:
+                self._leave(threads, _LEAVE_S)
+                return [broken.problems[receiver] for receiver in receivers]
+        return [None] * len(receivers)
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        self._group.broadcast(buffer, 0).wait()
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize(buffer.device)
+
+    def _join(self, threads: ThreadPoolExecutor, receivers: list[Receiver]) -> None:
+        self._leave(threads, self._timeout_s)
+        on_gpu = torch.cuda.is_available() and all(receiver.on_gpu for receiver in receivers)
+        backend = "nccl" if on_gpu else "gloo"
+        if on_gpu:  # a rank has them from its start; in the trainer's own process this is NCCL's first group
+            os.environ.update({**nccl_environment({}), **os.environ})
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._buckets = Buckets(self._expected, self._dtype, dense=True, device=device)
+        store, self._name = _open_store(self._address, self._together_s), f"verl_mt-{uuid.uuid4().hex}"
+        world, bodies = 1, {}
+        for receiver in receivers:
+            bodies[receiver] = {
+                "master_address": self._address,
+                "master_port": store.port,
+                "rank_offset": world,
+                "group_name": self._name,
+                "backend": backend,
+            }
+            world += receiver.num_ranks
+        bodies = {receiver: {**body, "world_size": world} for receiver, body in bodies.items()}
+
+        def join() -> None:
+            self._group = _join_as_first(store, self._name, world, backend, self._together_s)
+
+        asked = self._ask(threads, "init_weights_update_group", bodies)
+        self._members = receivers
+        self._do_here(asked, join)
+        _raise_broken(asked, None)
+
+    def _leave(self, threads: ThreadPoolExecutor, timeout_s: float) -> None:
+        """Engines that are still there forget the group; so does this process."""
+        body = {"group_name": self._name}
+        asked = [
+            threads.submit(receiver.call, "destroy_weights_update_group", body, timeout_s) for receiver in self._members
+        ]
+        for future in asked:
+            with contextlib.suppress(VerlMTError):
+                future.result()
+        group, self._group, self._members = self._group, None, []
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        """Leave the group, and give the buffers back. Idempotent."""
+        if self._members:
+            with ThreadPoolExecutor(len(self._members)) as threads:
+                self._leave(threads, _LEAVE_S)
+        self._buckets.close()
+
+    def _ask(
+        self, threads: ThreadPoolExecutor, name: str, bodies: Mapping[Receiver, dict[str, Any]]
+    ) -> dict[Receiver, Future[None]]:
+        return {
+            receiver: threads.submit(receiver.call, name, body, self._timeout_s) for receiver, body in bodies.items()
+        }
+
+    @staticmethod
+    def _do_here(asked: Mapping[Receiver, Future[None]], part: Callable[[], None]) -> None:
+        """This process's part of what all are asked to do.
+
+        Raises:
+            _BrokenOffError: it failed.
+        """
+        try:
+            part()
+        except RuntimeError as error:  # as torch.distributed raises where a member is gone
+            _raise_broken(asked, error_text(error))
+
+
+class _BrokenOffError(Exception):
+    """What went wrong with each engine."""
+
+    def __init__(self, problems: Mapping[Receiver, VerlMTError]):
+        super().__init__(problems)
+        self.problems = problems
+
+
+def _raise_broken(asked: Mapping[Receiver, Future[None]], here: str | None) -> None:
+    """Wait for the answers; if one is an error, or this process (`here`) had one, it is broken off for all.
+
+    Raises:
+        _BrokenOffError: it is.
+    """
+    told = _failures(asked)
+    if here is None and not told:
+        return
+    reason = here or error_text(next(iter(told.values())))
+    raise _BrokenOffError({r: told.get(r, EngineGoneError(f"a broadcast broke off: {reason}")) for r in asked})
+
+
+def _failures(asked: Mapping[Receiver, Future[None]]) -> dict[Receiver, VerlMTError]:
+    """Of those that were asked, what those answered that failed."""
+    told = {receiver: future.exception() for receiver, future in asked.items()}
+    return {
+        receiver: error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
+        for receiver, error in told.items()
+        if isinstance(error, Exception)
+    }
+
+
+def _progress(version: int, is_last: bool) -> dict[str, Any]:
+    return {"flush_cache": is_last} | ({"weight_version": str(version)} if is_last else {})
+
+
+# A process group of a sender (rank 0) and engines, beside those that either side has already.
+
+
+def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """Where the members meet; the port is taken here, and the others are told which one it is.
+
+    Args:
+        address: of this machine, as the others reach it.
+        timeout_s: of waiting for them.
+    """
+    return dist.TCPStore(address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _join_as_first(store: dist.Store, name: Any, world_size: int, backend: str, timeout_s: float) -> Any:
+    """The group, once all others have joined it; this process is its rank 0.
+
+    Args:
+        backend: `gloo`, or `nccl` where both sides have GPUs.
+        timeout_s: of joining, and of each collective.
+    """
+    # torch makes groups only within a default group, which engines have no part in; what it has for this is private.
+    # SGLang does the same on its side, with the same names in the store.
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        world_size,
+        0,
+        [],
+        dist.distributed_c10d.Backend(backend),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group

@@ -1,0 +1,1 @@
+"""Files and habits of verl, ms-swift and slime: rollout drivers, adapters, aliases, migration, import paths."""

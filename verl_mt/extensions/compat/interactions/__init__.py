@@ -1,0 +1,1 @@
+"""Interactions that verl ships."""

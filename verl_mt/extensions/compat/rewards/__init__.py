@@ -1,0 +1,1 @@
+"""Rewards that verl, ms-swift and slime ship."""

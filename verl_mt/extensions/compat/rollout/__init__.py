@@ -1,0 +1,1 @@
+"""Modules that files of ms-swift and slime import."""

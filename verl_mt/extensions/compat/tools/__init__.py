@@ -1,0 +1,1 @@
+"""Tools that verl ships, under their names."""

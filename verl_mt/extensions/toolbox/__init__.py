@@ -1,0 +1,1 @@
+"""Tools beyond a function: sandbox, search, MCP, judge, simulated user, agents behind an endpoint."""

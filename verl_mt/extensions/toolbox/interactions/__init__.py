@@ -1,0 +1,1 @@
+"""Interactions of the toolbox."""

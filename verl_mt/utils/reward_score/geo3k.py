@@ -1,7 +1,0 @@
-"""verl's name of `verl_mt.rewards.geo3k`: the same module."""
-
-import sys
-
-from verl_mt.rewards import geo3k
-
-sys.modules[__name__] = geo3k
