@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from functools import partial
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ def run_page(blocks: list[Block]) -> list[str]:
                 run_bash(block.text)
             elif block.language == "yaml":
                 run_yaml(block.text)
+            elif block.language == "toml":
+                tomllib.loads(block.text)
             elif block.language == "json":
                 run_json(block.text)
         except (Exception, SystemExit) as error:
@@ -58,7 +61,7 @@ def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
 
 
 def test_every_block_says_what_it_is():
-    known = ("python", "bash", "yaml", "json", "text")
+    known = ("python", "bash", "yaml", "json", "toml", "text")
     assert [b.place for b in ALL if b.language not in known] == [], "a picture or an output is ```text"
 
 
@@ -81,6 +84,7 @@ def test_blocks_that_are_not_run_have_a_reason_and_are_few():
         ("yaml", "trainer:\n  sed: 1", "did you mean trainer.seed"),
         ("yaml", "tools:\n  - class_name: verl_mt.tools.absent.Tool\n    config: {}", "absent"),
         ("json", '{"a": }', "JSONDecodeError"),
+        ("toml", "a = ", "TOMLDecodeError"),
     ],
 )
 def test_a_block_that_does_not_work_is_found(language, text, wrong, tmp_path, monkeypatch):
