@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Real SGLang beside verl_mt on a machine without a GPU (x86, Python 3.11 or newer):
 #     bash requirements/install-sglang-cpu.sh [EXTRA ...]
-# installs this checkout, with the extras that are named (dev, ...), and SGLang 0.5.23 into the Python that `python`
+# installs this checkout, with the named extras (dev, ...; none = ray), and SGLang 0.5.23 into the Python that `python`
 # is; PIP="uv pip" before the command does it with uv. Two packages come without their dependencies, which would bring
 # another torch and CUDA:
 # - sglang;
@@ -10,7 +10,7 @@
 # pip check will therefore complain for ever. Give every later `pip install` the constraints: -c constraints.txt
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-extras=$(IFS=,; echo "$*")
+extras=$(IFS=,; echo "${*:-ray}")
 install="${PIP:-python -m pip} install -q -c constraints.txt"
 
 $install -r requirements/sglang-cpu.txt -e ".${extras:+[$extras]}"

@@ -17,6 +17,7 @@ from verl_mt.plugins import Registry, load_object
 
 REPO = Path(__file__).resolve().parents[1]
 PATHS = read_table()["verl_mt.import_paths"]
+EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def test_the_file_beside_the_extensions_says_what_the_distribution_declares():
@@ -29,6 +30,7 @@ def test_the_file_beside_the_extensions_says_what_the_distribution_declares():
 def test_every_entry_point_leads_to_something(group):
     for name, path in extension_points.own(group).items():
         assert load_object(path, what=name) if ":" in path else import_module(path)
+        assert extension_points.extra_of(group, name) in {None, *EXTRAS}
 
 
 @pytest.mark.parametrize("documented", PATHS)
@@ -101,7 +103,7 @@ def test_another_package_adds_a_command(other_packages, capsys):
 
 def test_a_name_of_the_library_is_not_taken_over_and_two_packages_cannot_share_one(other_packages):
     other_packages("first", "[verl_mt.trackers]\nwandb = first:A\nboth = first:A\n")
-    assert extension_points.find("verl_mt.trackers", "wandb") == read_table()["verl_mt.trackers"]["wandb"]
+    assert extension_points.find("verl_mt.trackers", "wandb") == "verl_mt.extensions.inspection.trackers.wandb:Wandb"
     extension_points._installed.cache_clear()
     other_packages("second", "[verl_mt.trackers]\nboth = second:B\n")
     with pytest.raises(PluginError, match=r"'both' of the group verl_mt\.trackers: (first|second) .*Uninstall one"):
@@ -114,3 +116,13 @@ def test_an_extension_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr("verl_mt.plugins.find_entry_point", lambda group, name: None)
     with pytest.raises(PluginError, match="examine is done by an extension"):
         extension_function("examine")
+
+
+def test_a_missing_dependency_is_refused_with_the_extra_that_brings_it(monkeypatch):
+    from verl_mt.workers.worker_group import placements
+
+    for name in [name for name in sys.modules if name.startswith("verl_mt.extensions.cluster.workers")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PluginError, match=r"placement ray needs the package ray.*pip install 'verl_mt\[ray\]'"):
+        placements.find("ray")

@@ -430,7 +430,7 @@ def test_a_run_is_validated_by_rollouts_as_the_trainer_does_and_may_end_at_an_ac
     assert "validation after step 2: accuracy" in said and "ended at accuracy" in said
     rows = read_jsonl_tolerant(tmp_path / "out" / "rollouts" / "val_000002.jsonl")
     assert len(rows) == 10 and any(row["tool_calls"] for row in rows)  # with the run's tools
-    assert list((tmp_path / "out" / "tensorboard").iterdir()) and (tmp_path / "out" / "FINISHED").exists()
+    assert (tmp_path / "out" / "FINISHED").exists()
 
 
 @pytest.mark.slow

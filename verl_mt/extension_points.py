@@ -48,7 +48,12 @@ def known(group: str) -> dict[str, str]:
 
 def own(group: str) -> dict[str, str]:
     """Name -> path of this distribution's entry points of a group. Reads no metadata."""
-    return read_table().get(group, {})
+    return {name: value.partition(" [")[0] for name, value in read_table().get(group, {}).items()}
+
+
+def extra_of(group: str, name: str) -> str | None:
+    """The extra of this distribution that brings what the entry point needs (`path [extra]`); None = it needs none."""
+    return read_table().get(group, {}).get(name, "").partition(" [")[2].rstrip("]") or None
 
 
 @functools.cache

@@ -22,7 +22,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 @functools.cache
 def read_table() -> dict[str, dict[str, str]]:
-    """Group -> name -> path: the library's own entry points. Empty where its extensions are not installed.
+    """Group -> name -> path, or `path [extra]`: the library's own entry points. Empty where its extensions are missing.
 
     Own code and not `configparser`, since it runs while the first module of the package is found.
     """

@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from verl_mt.errors import PluginError, error_text
+from verl_mt.extension_points import extra_of, own
 from verl_mt.extension_points import find as find_entry_point
 from verl_mt.extension_points import known as known_entry_points
-from verl_mt.extension_points import own
 
 T = TypeVar("T")
 
@@ -78,7 +78,9 @@ class Registry(dict[str, T], Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         value = super().__getitem__(name)
-        return load_object(value, what=f"{self.kind} {name}") if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return cast("T", _load_entry_point(self._group, name, value, f"{self.kind} {name}"))
 
     def replace(self, name: str, value: T) -> None:
         """Register it whether or not the name is taken; what gives way is logged."""
@@ -267,7 +269,22 @@ def extension_function(name: str) -> Any:
     path = find_entry_point("verl_mt.functions", name)
     if path is None:
         raise PluginError(f"{name} is done by an extension, and verl_mt/extensions is not installed here")
-    return load_object(path, what=f"{name} (an entry point of the group verl_mt.functions)")
+    return _load_entry_point("verl_mt.functions", name, path, name)
+
+
+def _load_entry_point(group: str | None, name: str, path: str, what: str) -> Any:
+    """Raises:
+    PluginError: as `load_object`; of a missing dependency it says which extra brings it.
+    """
+    try:
+        return load_object(path, what=what)
+    except PluginError as error:
+        extra, cause = extra_of(group, name) if group else None, error.__cause__
+        if extra is None or not isinstance(cause, ModuleNotFoundError):
+            raise
+        raise PluginError(
+            f"{what} needs the package {cause.name}, which is not installed: pip install 'verl_mt[{extra}]'"
+        ) from cause
 
 
 def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:

@@ -58,7 +58,7 @@ WHOLE = ("actor_rollout_ref.actor.skip_zero_advantage=False", "data.train_batch_
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """`python -m verl_mt.trainer` for three steps of the default task: (its folder, what it printed)."""
     folder = tmp_path_factory.mktemp("command")
-    return folder, run_command(folder, *WHOLE)
+    return folder, run_command(folder, *WHOLE, "trainer.logger=[console,tensorboard]")
 
 
 @pytest.mark.slow

@@ -256,7 +256,7 @@ class TrainerConfig(Section):
     experiment_name: str = option("run", "Run name; the run directory is runs/<experiment_name>.")
     default_local_dir: str | None = option(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
     logger: list[str] = option(
-        ["console", "tensorboard"],
+        ["console"],
         "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of one of your own; "
         "`file` is metrics.jsonl, which every run has.",
     )
