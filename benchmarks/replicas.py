@@ -135,7 +135,7 @@ def train(folder: Path, args: argparse.Namespace) -> tuple[Moved, int]:
     def until_good_enough() -> dict[str, float]:
         metrics = validate()
         if metrics.get("val/accuracy", 0.0) >= args.target and trainer.step_number:
-            trainer.plan = replace(trainer.plan, total_steps=trainer.step_number)
+            trainer.source.plan = replace(trainer.plan, total_steps=trainer.step_number)
         return metrics
 
     trainer.validate = until_good_enough  # type: ignore[method-assign]

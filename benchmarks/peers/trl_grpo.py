@@ -126,7 +126,7 @@ class VerlMtSide:
 
     def prompt_ids(self, step: int) -> list[list[int]]:
         """Token ids of the prompts of a step, counted from 0."""
-        prompts = self.trainer.draws.prompts
+        prompts = self.trainer.source.draws.prompts
         rows = prompts.rows()[step * self._num_prompts : (step + 1) * self._num_prompts]
         return [prompt.ids for prompt in map(prompts.build, rows) if prompt is not None]
 

@@ -1,4 +1,4 @@
-"""`PromptsInFlight` on a clock of its own: whatever takes how long, and whatever comes between, no trained token is
+"""`AsynchronousSource` on a clock of its own: whatever takes how long, and whatever comes between, no trained token is
 older than the bound, and each prompt is trained once."""
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import Drawn, Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.in_flight import (
-    BatchPlan,
+    AsynchronousSource,
     OverSampling,
-    PromptsInFlight,
     add_ages,
     over_sampling,
-    plan_name,
     require_bound,
     staleness_metrics,
-    step_of,
 )
+from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource, plan_name, step_of
 
 
 class Rows:
@@ -115,42 +113,39 @@ class TimedStream:
 class Run:
     """A run without a model: what `PPOTrainer` does with its prompts, step by step."""
 
-    def __init__(self, folder: Path, plan: BatchPlan, length: Callable[[], int]):
-        self.folder, self.plan, self.length, self.step = folder, plan, length, 0
+    def __init__(self, folder: Path, plan: BatchPlan, length: Callable[[], int], **ahead):
+        self.folder, self.plan, self.length, self.step, self.ahead = folder, plan, length, 0, ahead
         self.ages: list[int] = []
         self.begin(None)
 
     def begin(self, state: dict | None) -> None:
         """A process, from a checkpoint or from the start."""
         self.stream, self.log = TimedStream(self.length), PromptLog.after(state, self.folder, rows=False)
-        waiting = (self.log, None, lambda: None, lambda: None)
-        self.inflight = PromptsInFlight(self.plan, Rows(), self.stream, *waiting)
+        self.source = AsynchronousSource(self.plan, Rows(), self.stream, self.log, **self.ahead)
         if state is not None:
-            self.inflight.load_state_dict(state, other_rows=False)
+            self.source.load_state_dict(state, other_rows=False)
             self.step = self.stream.version = state["step"]
 
     def checkpoint(self) -> dict:
-        return {"step": self.step, **self.inflight.state_dict()}
+        return {"step": self.step, **self.source.state_dict()}
 
     def train_one(self, update_ticks: int, refilled: int) -> None:
-        self.inflight.admit(self.step)
-        groups = self.inflight.collect(self.step)
+        self.source.begin(self.step)
+        groups = self.source.collect(self.step)
         left_out = {group.prompt_id: "no signal" for group in groups[:refilled]}
         if refilled:
-            groups = groups[refilled:] + self.inflight.more(self.step, refilled, 2)
-        self.inflight.admit_during_update(self.step)
+            groups = groups[refilled:] + self.source.more(self.step, refilled, 2)
         self.ages += [self.step - v for group in groups for v in self.stream.versions[group.prompt_id]]
         for _ in range(update_ticks):
             self.stream.tick()
-        self.inflight.ended(self.step + 1, left_out | {group.prompt_id: None for group in groups})
+        self.source.ended(self.step + 1, left_out | {group.prompt_id: None for group in groups})
         self.step += 1
         self.stream.version = self.step
-        if self.plan.max_staleness and self.step < self.plan.total_steps:
-            self.inflight.admit(self.step)
+        self.source.begin_ahead(self.step)
 
     def roll_back(self) -> None:
         """Whatever is in flight is by weights that are gone; what begins now is by others of the same number."""
-        self.inflight.give_up()
+        self.source.give_up()
 
     def close(self) -> None:
         self.log.close()
@@ -168,13 +163,14 @@ class Run:
 def test_whatever_takes_how_long_nothing_is_too_old_or_trained_twice(over_sampled, size, bound, share, steps, chance):
     sampling = SamplingParams(1)
     factor = 1 + share * max(1, bound) if over_sampled else 1.0
-    plan = BatchPlan(size, 1, sampling, 1, sampling, False, None, steps, bound, over_sampling(size, factor, bound))
+    plan = BatchPlan(size, 1, sampling, 1, sampling, False, None, steps)
+    ahead = {"max_staleness": bound, "over": over_sampling(size, factor, bound)}
 
     def length() -> int:
         return chance.choice([1, 1, 2, 5, chance.randint(1, 300)])
 
     with TemporaryDirectory() as folder:
-        run = Run(Path(folder), plan, length)
+        run = Run(Path(folder), plan, length, **ahead)
         saved = run.checkpoint()
         kills = 0
         while run.step < steps:
@@ -204,8 +200,8 @@ def test_the_bound_is_reached_so_that_the_property_above_can_fail():
     """One conversation of each step is as long as four updates, which take ten tokens each."""
     sampling, numbers = SamplingParams(1), iter([40, 1, 1] * 10)
     with TemporaryDirectory() as folder:
-        plan = BatchPlan(3, 1, sampling, 1, sampling, False, None, 6, 2)
-        run = Run(Path(folder), plan, lambda: next(numbers))
+        plan = BatchPlan(3, 1, sampling, 1, sampling, False, None, 6)
+        run = Run(Path(folder), plan, lambda: next(numbers), max_staleness=2)
         while run.step < 6:
             run.train_one(10, 0)
         run.close()
@@ -216,11 +212,11 @@ def test_further_prompts_of_a_step_have_the_next_free_number():
     """Prompts that are left out make room for others before the batch."""
     sampling = SamplingParams(1)
     with TemporaryDirectory() as folder:
-        plan = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9, 1, over_sampling(2, 2.0, 1))
-        run = Run(Path(folder), plan, lambda: 1)
+        plan = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9)
+        run = Run(Path(folder), plan, lambda: 1, max_staleness=1, over=over_sampling(2, 2.0, 1))
         for left_out in ([], ["s000001.00000", "s000001.00003"], ["s000001.002.00001"]):
-            run.inflight.ended(1, dict.fromkeys(left_out, "left out"))
-            run.inflight.admit(0)
+            run.source.ended(1, dict.fromkeys(left_out, "left out"))
+            run.source.begin(0)
         opened = [known.prompt_id for known in run.log.open]
         run.close()
     first = [f"s000001.0000{k}" for k in (1, 2)]
@@ -234,7 +230,7 @@ def test_groups_that_are_trained_go_to_the_spool_where_there_is_one(tmp_path, sp
     sampling = SamplingParams(1)
     plan, log = BatchPlan(2, 1, sampling, 1, sampling, False, None, 9), PromptLog.after(None, tmp_path, rows=False)
     stream = TimedStream(lambda: 1)
-    PromptsInFlight(plan, Rows(), stream, log, spool if spooled else None, lambda: None, lambda: None)
+    AsynchronousSource(plan, Rows(), stream, log, spool=spool if spooled else None)
     assert stream.arrived == log.finished
     if spooled:
         for name, evaluation in (("s000001", False), ("v000001", True)):
@@ -247,10 +243,9 @@ def test_groups_that_are_trained_go_to_the_spool_where_there_is_one(tmp_path, sp
     log.close()
 
 
-def plan_of(size=2, *, steps=9, bound=0, factor=1.0, **changed) -> BatchPlan:
+def plan_of(size=2, *, steps=9, **changed) -> BatchPlan:
     sampling, val_sampling = SamplingParams(1), SamplingParams(2)
-    over = over_sampling(size, factor, bound)
-    return replace(BatchPlan(size, 3, sampling, 1, val_sampling, False, None, steps, bound, over), **changed)
+    return replace(BatchPlan(size, 3, sampling, 1, val_sampling, False, None, steps), **changed)
 
 
 class Told:
@@ -272,7 +267,7 @@ class Told:
             go_on_in_other_rows=lambda state: self.calls.append(f"other rows {state}"),
         )
 
-    def start(self, plan, finished):
+    def start(self, plan, finished=()):
         self.began.append((plan, list(finished)))
         self.running.add(plan.name)
 
@@ -314,11 +309,12 @@ class Told:
         return [(plan.name, len(plan.prompts)) for plan, _ in self.began]
 
 
-def flight_of(folder, plan, state=None, *, spooled=True) -> tuple[PromptsInFlight, Told]:
+def flight_of(folder, plan, state=None, *, spooled=True, bound=0, factor=1.0) -> tuple[AsynchronousSource, Told]:
     told = Told()
     log = PromptLog.after(state, folder, rows=False)
-    words = (told if spooled else None, lambda: "waiting", lambda: told.calls.append("bad row"))
-    return PromptsInFlight(plan, told, told, log, *words), told
+    waiting = {"while_waiting": lambda: "waiting", "on_bad_row": lambda: told.calls.append("bad row")}
+    ahead = {"max_staleness": bound, "over": over_sampling(plan.num_prompts, factor, bound)}
+    return AsynchronousSource(plan, told, told, log, spool=told if spooled else None, **waiting, **ahead), told
 
 
 def opened(flight) -> list[str]:
@@ -386,10 +382,32 @@ def test_a_batch_takes_the_earliest_that_leave_room_for_those_that_cannot_wait(b
 @pytest.mark.parametrize(
     ("bound", "factor", "several"), [(0, 1.0, False), (1, 1.0, True), (0, 2.0, True), (2, 2.0, True)]
 )
-def test_what_decides_when_prompts_start(bound, factor, several):
-    plan = plan_of(4, bound=bound, factor=factor)
-    assert plan.several_steps is several
-    assert plan.admission == {"prompts": 4, "over_sample": factor, "max_staleness": bound}
+def test_what_decides_when_prompts_start(tmp_path, bound, factor, several):
+    flight, told = flight_of(tmp_path, plan_of(4), bound=bound, factor=factor)
+    assert flight.metrics([]) == ({"rollout/prompts_in_flight": 0} if several else {})
+    assert flight.admission == {"prompts": 4, "over_sample": factor, "max_staleness": bound}
+    synchronous = RolloutSource(plan_of(4), told, told, flight.log)
+    assert (synchronous.admission == flight.admission) is not several
+
+
+def test_without_steps_ahead_both_sources_do_the_same(tmp_path):
+    said = []
+    for name, source in (("core", RolloutSource), ("ahead", AsynchronousSource)):
+        told = Told()
+        made = source(plan_of(2), told, told, PromptLog.after(None, tmp_path / name, rows=False))
+        (tmp_path / name).mkdir()
+        for step in range(2):
+            made.begin(step)
+            made.collect(step)
+            made.more(step, 1, 2)
+            made.ended(step + 1, {"s000001.00000": None})
+            made.begin_ahead(step + 1)
+        made.give_up()
+        made.begin(2)
+        made.log.close()
+        plans = [(plan.name, plan.prompts, plan.positions, plan.run) for plan, _ in told.began]
+        said.append((plans, told.calls, made.state_dict(), (tmp_path / name / "prompt_log.jsonl").read_text()))
+    assert said[0] == said[1] and len(said[0][0]) > 5
 
 
 def test_a_rollout_is_told_how_to_sample_and_where_the_run_stands():
@@ -400,17 +418,16 @@ def test_a_rollout_is_told_how_to_sample_and_where_the_run_stands():
 
 
 def test_steps_ahead_begin_once_up_to_the_last_step(tmp_path):
-    flight, told = flight_of(tmp_path, plan_of(2, steps=4, bound=2))
-    flight.admit(0)
+    flight, told = flight_of(tmp_path, plan_of(2, steps=4), bound=2)
+    flight.begin(0)
     assert told.names == [("s000001", 2), ("s000002", 2), ("s000003", 2)]
     assert [plan.run.step for plan, _ in told.began] == [0, 1, 2]
-    flight.admit_during_update(0)
-    flight.admit(1)
+    flight.begin_ahead(1)
     assert told.names[3:] == [("s000004", 2)]
-    flight.admit(2)
-    flight.admit(3)
+    flight.begin(2)
+    flight.begin(3)
     assert len(told.names) == 4
-    flight.admit(4)
+    flight.begin(4)
     assert told.names[4:] == [("s000005", 2)], "a step that is asked for begins"
     flight.log.close()
 
@@ -419,18 +436,20 @@ def test_steps_ahead_begin_once_up_to_the_last_step(tmp_path):
 def test_places_in_flight_are_filled_up_before_a_batch_and_before_its_update(tmp_path, bound, names):
     """Of a batch of 2, at most 3 in flight. While it is trained its own prompts are open in the log, and one more waits
     for the next batch, which takes 2."""
-    flight, told = flight_of(tmp_path, plan_of(2, steps=9, bound=bound, factor=1.5))
-    flight.admit(2)
-    flight.admit(2)
-    flight.admit_during_update(2)
+    flight, told = flight_of(tmp_path, plan_of(2, steps=9), bound=bound, factor=1.5)
+    told.chosen = []
+    flight.begin(2)
+    flight.begin(2)
+    flight.collect(2)
     assert told.names == names
     flight.log.close()
 
 
 def test_places_in_flight_end_with_the_run(tmp_path):
-    flight, told = flight_of(tmp_path, plan_of(2, steps=3, bound=1, factor=2.0))
-    flight.admit(2)
-    flight.admit_during_update(2)
+    flight, told = flight_of(tmp_path, plan_of(2, steps=3), bound=1, factor=2.0)
+    told.chosen = []
+    flight.begin(2)
+    flight.collect(2)
     assert told.names == [("s000003", 2)]
     flight.log.close()
 
@@ -446,8 +465,8 @@ def test_a_batch_of_whole_steps_is_collected_by_its_name(tmp_path):
 
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_batch_is_chosen_of_what_is_open_and_the_rest_goes_on_only_where_it_may_be_stale(tmp_path, bound):
-    flight, told = flight_of(tmp_path, plan_of(2, bound=bound, factor=2.0))
-    flight.admit(3)
+    flight, told = flight_of(tmp_path, plan_of(2), bound=bound, factor=2.0)
+    flight.begin(3)
     names = opened(flight)
     told.chosen = [TrajectoryGroup(name, name, []) for name in names[1:3]]
     assert flight.collect(3) == told.chosen
@@ -460,10 +479,10 @@ def test_a_batch_is_chosen_of_what_is_open_and_the_rest_goes_on_only_where_it_ma
 @pytest.mark.parametrize("spooled", [True, False])
 def test_what_is_over_or_given_up_leaves_the_spool(tmp_path, spooled):
     flight, told = flight_of(tmp_path, plan_of(), spooled=spooled)
-    flight.admit(0)
+    flight.begin(0)
     flight.ended(1, {"s000001.00000": None})
     flight.give_up()
-    flight.forget_finished()
+    flight.end()
     assert opened(flight) == ["s000001.00001"]
     assert told.dropped == [["s000001.00000"], ["s000001.00001"]] * spooled
     assert told.calls == ["stop", *["clear"] * spooled]
@@ -471,12 +490,12 @@ def test_what_is_over_or_given_up_leaves_the_spool(tmp_path, spooled):
 
 
 def test_what_was_given_up_begins_again_in_its_places(tmp_path):
-    flight, told = flight_of(tmp_path, plan_of(3, bound=1))
-    flight.admit(0)
+    flight, told = flight_of(tmp_path, plan_of(3), bound=1)
+    flight.begin(0)
     flight.log.ended(1, {"s000001.00001": None})
     flight.give_up()
     told.gone = {2}
-    flight.admit(1)
+    flight.begin(1)
     again, whole, following = (plan for plan, _ in told.began[2:])
     assert (again.name, again.positions, again.run.step) == ("s000001", [0], 0)
     assert [prompt.row.index for prompt in again.prompts] == [0]
@@ -492,7 +511,7 @@ def test_groups_that_were_kept_are_not_sampled_again(tmp_path):
     kept = TrajectoryGroup("s000001.00001", "s000001.00001", [Trajectory(f"t{k}", "p", "g", "e") for k in range(3)])
     kept.trajectories[1].sanity = {"cause": "x"}
     told.kept[kept.prompt_id] = kept
-    flight.admit(0)
+    flight.begin(0)
     assert [(plan.name, finished) for plan, finished in told.began] == [("s000001", [kept])]
     assert told.observed == [(None, "s000001")] * 2
     flight.log.close()
@@ -503,14 +522,14 @@ def test_groups_that_were_kept_are_not_sampled_again(tmp_path):
 def test_what_was_drawn_is_counted_for_its_step_and_logged(tmp_path):
     flight, told = flight_of(tmp_path, plan_of(2))
     told.left_out = 1
-    flight.admit(0)
+    flight.begin(0)
     told.counts = {"data/filtered_prompts": 2, "data/bad_rows": 5}
     flight.more(0, 1, 2)
     told.counts = {"data/filtered_prompts": 7}
-    flight.admit(1)
+    flight.begin(1)
     saved = flight.state_dict()
     assert saved["drawn"] == {0: {"data/filtered_prompts": 3, "data/bad_rows": 5}, 1: {"data/filtered_prompts": 7}}
-    assert (saved["sampler"], saved["admission"]) == (5, flight.plan.admission)
+    assert (saved["sampler"], saved["admission"]) == (5, flight.admission)
     assert saved["prompts"] == flight.log.state_dict() and saved["prompts"]["left_out"] == 3
     assert flight.counts(0) == saved["drawn"][0] and flight.counts(0) == {} and flight.counts(1) == saved["drawn"][1]
     flight.log.close()
@@ -524,13 +543,13 @@ def test_a_draw_that_fails_is_said_before_it_ends_the_run(tmp_path):
 
     told.draw = draw
     with pytest.raises(DataError, match="bad"):
-        flight.admit(0)
+        flight.begin(0)
     assert told.calls == ["bad row"] and not told.began
 
 
 def saved_in_flight(folder, plan):
-    flight, _ = flight_of(folder, plan)
-    flight.admit(0)
+    flight, _ = flight_of(folder, plan, bound=2)
+    flight.begin(0)
     flight.log.ended(1, dict.fromkeys(opened(flight)[: plan.num_prompts]))
     flight.log.close()
     return {"step": 1, **flight.state_dict()}
@@ -542,9 +561,11 @@ def saved_in_flight(folder, plan):
      ({"max_staleness": 1}, False, 0), ({}, True, 0)],
 )  # fmt: skip
 def test_prompts_in_flight_go_on_where_the_run_is_the_same(tmp_path, caplog, changed, other_rows, left):
-    plan = plan_of(2, steps=5, bound=2)
+    plan = plan_of(2, steps=5)
     state = saved_in_flight(tmp_path, plan)
-    flight, told = flight_of(tmp_path, replace(plan, **changed), state)
+    bound = changed.get("max_staleness", 2)
+    changed = {key: value for key, value in changed.items() if key != "max_staleness"}
+    flight, told = flight_of(tmp_path, replace(plan, **changed), state, bound=bound)
     with caplog.at_level(logging.WARNING):
         flight.load_state_dict(state, other_rows=other_rows)
     assert opened(flight) == ["s000002.00000", "s000002.00001", "s000003.00000", "s000003.00001"][:left]

@@ -27,7 +27,8 @@ from verl_mt.extensions.inspection import prompt_log
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.trainer.in_flight import OverSampling, over_sampling, step_of
+from verl_mt.trainer.in_flight import OverSampling, over_sampling
+from verl_mt.trainer.rollout_source import RolloutSource, step_of
 from verl_mt.trainer.spool import GroupSpool
 
 assert slow_tool  # a fixture
@@ -245,7 +246,7 @@ def test_a_rollback_restarts_every_prompt_in_flight(tmp_path, monkeypatch):
     def roll_back_after_two(self, metrics):
         conclude(self, metrics)
         if self.step_number == 2:
-            back.extend(p.prompt_id for p in self.prompt_log.open)
+            back.extend(p.prompt_id for p in self.source.log.open)
             self._roll_back(self.checkpoints.all()[0])
 
     monkeypatch.setattr(PPOTrainer, "_conclude_step", roll_back_after_two)
@@ -271,7 +272,7 @@ def test_a_rollback_ends_what_the_abandoned_weights_have_begun(tmp_path, slow_to
     def roll_back_after_two(self, metrics):
         conclude(self, metrics)
         if self.step_number == 2 and not back:
-            back.extend(p.prompt_id for p in self.prompt_log.open)
+            back.extend(p.prompt_id for p in self.source.log.open)
             self._roll_back(self.checkpoints.all()[0])
             self._save()  # as the guard does
 
@@ -416,10 +417,10 @@ def test_groups_by_weights_that_went_with_the_process_are_sampled_again(tmp_path
         trainer.fit()
     again = small_trainer(run, *words)
     assert again.step_number == 2
-    of_kept = [t for kept in again.spool._ready.values() for t in kept.group.trajectories]
+    of_kept = [t for kept in again.source.spool._ready.values() for t in kept.group.trajectories]
     assert all(max(r.policy_versions) <= 2 for t in of_kept for r in t.records)
     left = {path.stem for path in (run / "spool").glob("*.pt")}
-    assert left == set(again.spool._ready)
+    assert left == set(again.source.spool._ready)
     again.fit()
     assert prompt_log.main([str(run)]) == 0
 
@@ -428,7 +429,7 @@ def test_groups_by_weights_that_went_with_the_process_are_sampled_again(tmp_path
 def test_a_deterministic_run_keeps_nothing(tmp_path):
     run = tmp_path / "run"
     trainer = small_trainer(run, *RUN, "trainer.deterministic=True", "trainer.total_training_steps=1")
-    assert trainer.spool is None
+    assert type(trainer.source) is RolloutSource
     trainer.fit()
     assert not (run / "spool").exists()
 

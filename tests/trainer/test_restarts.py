@@ -14,9 +14,9 @@ from verl_mt.config.compose import compose
 from verl_mt.errors import CollapseError, ConfigError, EngineGoneError, NoRoomError, UserCodeError, WorkerError
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer import restarts
-from verl_mt.trainer.in_flight import PromptsInFlight
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 from verl_mt.trainer.restarts import run_to_the_end
+from verl_mt.trainer.rollout_source import RolloutSource
 
 STEPS = 2
 SMALL = [
@@ -212,7 +212,7 @@ def test_an_engine_that_serves_nobody_any_more_is_a_loss(undisturbed, tmp_path, 
 
 def lose_once(monkeypatch) -> None:
     """The engine ends when the second step is to begin."""
-    admit, closed = PromptsInFlight.admit, []
+    admit, closed = RolloutSource.begin, []
 
     def lose_and_admit(self, step):
         if step == 1 and not closed:
@@ -220,7 +220,7 @@ def lose_once(monkeypatch) -> None:
             self.stream.call(self.stream.runner.context.engine.close())
         admit(self, step)
 
-    monkeypatch.setattr(PromptsInFlight, "admit", lose_and_admit)
+    monkeypatch.setattr(RolloutSource, "begin", lose_and_admit)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf, meta_causal_lm, source_of
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
-from verl_mt.plugins import import_plugins, objects_in, plugin_names
+from verl_mt.plugins import import_plugins, load_object, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
@@ -57,12 +57,11 @@ from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
-from verl_mt.trainer.in_flight import BatchPlan, over_sampling
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 from verl_mt.trainer.rollout_files import RolloutFiles
+from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource, SourceParts
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.trainer.spool import GroupSpool
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.cores import idle_cores
 from verl_mt.workers.loss import try_own_loss
@@ -71,6 +70,14 @@ from verl_mt.workers.setup import AlgorithmNeeds, Placement
 from verl_mt.workers.trainable import updates_per_step
 from verl_mt.workers.weight_sync import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
+
+SOURCES = {
+    "synchronous": "verl_mt.trainer.rollout_source:RolloutSource",
+    "kept": "verl_mt.trainer.spool:SpooledSource",
+    "asynchronous": "verl_mt.trainer.in_flight:AsynchronousSource",
+    "replay": "verl_mt.trainer.debug_data:ReplaySource",
+}
+"""Where the groups of a step come from; `_source` chooses one."""
 
 
 @reads_recorded
@@ -105,23 +112,22 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
         model = _describe_model(config)
         checkpoints = CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
+        prompt_log = PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off")
+        draws = _draws(config, data, runner)
+        source = _source(SourceParts(config, plan, draws, stream, prompt_log, run.path, state, chat.decode))
         trainer = PPOTrainer(
             config=config.trainer,
-            plan=plan,
-            draws=_draws(config, data, runner),
+            source=source,
             val_prompts=[] if config.trainer.debug_mode == "train_only" else data.val_prompts,
             prompt_counts=data.counts,
-            stream=stream,
             engine=runner.context.engine,
             workers=workers,
             weights=weight_sync(config, stream, workers, run.path / "weights"),
             estimate_advantages=advantage_estimator(config.algorithm, workers),
             checkpoints=checkpoints,
             collapse=CollapseResponse(config.trainer, run.path, checkpoints),
-            spool=_spool(config, run, state),
             sanity=runner.context.sanity,
             log=build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat),
-            prompt_log=PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off"),
             pad_token_id=pad_token_id(chat),
             selection=_selection(config),
             model=model,
@@ -178,13 +184,15 @@ def _require_copyable(config: Config) -> None:
         )
 
 
-def _spool(config: Config, run: RunDirectory, state: dict[str, Any] | None) -> GroupSpool | None:
-    """Where finished groups outlive a kill; None where they are sampled again, bit for bit."""
-    trainer = config.trainer
-    if trainer.deterministic or trainer.debug_mode != "save":
-        return None
-    version = 0 if state is None else checkpoint.version_of(state)
-    return GroupSpool(run.path / "spool", None if trainer.resume_mode == "other_data" else version)
+def _source(parts: SourceParts) -> RolloutSource:
+    trainer, factor = parts.config.trainer, parts.config.data.over_sample
+    if trainer.debug_mode == "train_only":
+        name = "replay"
+    elif trainer.steps_ahead or factor > 1:
+        name = "asynchronous"
+    else:  # a deterministic run samples again what a kill took, with the same bits
+        name = "synchronous" if trainer.deterministic or trainer.debug_mode != "save" else "kept"
+    return load_object(SOURCES[name], what=f"rollout source {name}").of(parts)
 
 
 def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
@@ -293,8 +301,6 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
         val_greedy_too=rollout.val_kwargs.greedy_too,
         val_batch_size=data.val_batch_size,
         total_steps=total,
-        max_staleness=trainer.steps_ahead,
-        over=over_sampling(data.train_batch_size, data.over_sample, trainer.steps_ahead),
         greedy_too=config.algorithm.adv_estimator == "remax",
         run=run,
     )
@@ -303,6 +309,8 @@ def _build_plan(config: Config, sampler: RowSampler) -> BatchPlan:
 def _selection(config: Config) -> Selection:
     """What `algorithm.filter_groups`, `algorithm.filter_overlong` and `reward.overlong_buffer` ask for."""
     groups, buffer = config.algorithm.filter_groups, config.reward.overlong_buffer
+    if config.trainer.debug_mode == "train_only":  # saved rewards have their penalties, and saved groups were filtered
+        return Selection(filter_overlong=config.algorithm.filter_overlong)
     one_by_one = groups.enable and config.algorithm.adv_estimator == "gdpo"
     return Selection(
         metric=groups.metric if groups.enable else None,
@@ -391,8 +399,8 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         corrected = by_loss or bool(options)
         told = f"corrected by {how}" if corrected else "not corrected (docs/asynchronous.md)"
         in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
-        if (over := trainer.plan.over) is not None:
-            in_flight = f"{over.factor:g} steps' prompts are in flight, of which a step trains those that finish first"
+        if (factor := config.data.over_sample) > 1:
+            in_flight = f"{factor:g} steps' prompts are in flight, of which a step trains those that finish first"
         note(f"{in_flight}; no token is more than {ahead} updates old, and older tokens are {told}")
         if ahead > 1 and not corrected:
             loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
@@ -401,7 +409,7 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
                 f"of {ahead} updates before count as new, and training may fall apart. Set trainer.max_staleness=1, "
                 "algorithm.rollout_correction, or loss_mode=vanilla[/]"
             )
-    for text in notes(config, trainer.draws.prompts):
+    for text in notes(config, trainer.source.draws.prompts):
         note(f"[yellow]{text}[/]")
     for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")

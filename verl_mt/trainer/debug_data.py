@@ -10,10 +10,12 @@ A run directory can be replayed as well: its rollout rows hold the same trajecto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.digests import save_tensors
@@ -23,6 +25,7 @@ from verl_mt.data.run_files import atomic_file, row_to_trajectory, trajectory_to
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
 from verl_mt.extensions.compat.slime_sample import Dumped, Sample, samples_of
+from verl_mt.trainer.rollout_source import RolloutSource, SourceParts
 
 PLACEHOLDER = "{rollout_id}"
 
@@ -152,6 +155,28 @@ def _groups(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
         )
         group.trajectories.append(t)
     return list(groups.values())
+
+
+@dataclass
+class ReplaySource(RolloutSource):
+    """Steps are trained on saved rollouts: nothing is drawn or sampled."""
+
+    files: DebugData | None = None
+
+    @classmethod
+    def of(cls, parts: SourceParts) -> ReplaySource:
+        files = DebugData(parts.config.trainer.debug_rollout_data, parts.decode, replays=True)
+        return cls(parts.plan, parts.draws, parts.stream, parts.log, files=files)
+
+    def begin(self, step: int) -> None:
+        """Nothing to start: the files are there."""
+
+    def collect(self, step: int) -> list[TrajectoryGroup]:
+        assert self.files is not None
+        return self.files.load(step)
+
+    def mark_trained(self, trajectories: Sequence[Trajectory], batch: TensorDict, version: int) -> None:
+        """Not noted: the tokens have another run's versions."""
 
 
 def describe(config: TrainerConfig) -> Iterator[str]:

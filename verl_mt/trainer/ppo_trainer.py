@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
-
-from tensordict import TensorDict
 
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
-from verl_mt.data.drawn_prompts import PromptLog
-from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.sampler import RowSampler
-from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
+from verl_mt.data.trajectory import StopReason, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import (
     prefix_cache_by_turn,
     rollout_metrics,
@@ -28,26 +21,19 @@ from verl_mt.diagnostics.step_metrics import (
     validation_metrics,
 )
 from verl_mt.engines.base import InferenceEngine
-from verl_mt.errors import LOSSES, CheckpointError, EngineGoneError, UserCodeError
-from verl_mt.rollout.prompts import Prompt, PromptDraws
+from verl_mt.errors import EngineGoneError, UserCodeError
+from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
 from verl_mt.trainer.collapse_response import CollapseResponse
-from verl_mt.trainer.dynamic_sampling import Selection, trained_ids, why_left_out
-from verl_mt.trainer.in_flight import (
-    TRAINING,
-    BatchPlan,
-    PromptsInFlight,
-    add_ages,
-    plan_name,
-    require_bound,
-    staleness_metrics,
-)
+from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
+from verl_mt.trainer.in_flight import AsynchronousSource, add_ages, require_bound, staleness_metrics
+from verl_mt.trainer.interrupts import Interrupts
+from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource
 from verl_mt.trainer.run_log import RunLog
-from verl_mt.trainer.spool import GroupSpool
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
@@ -61,12 +47,10 @@ class PPOTrainer:
     """
 
     config: TrainerConfig
-    plan: BatchPlan
-    draws: PromptDraws
+    source: RolloutSource
     val_prompts: list[Prompt]
     prompt_counts: dict[str, float]
     """`data/...` of every step, `val/...` of every validation: prompts left out or cut, in the rows as loaded."""
-    stream: RolloutStream
     engine: InferenceEngine
     workers: WorkerGroup
     weights: WeightSync
@@ -74,11 +58,8 @@ class PPOTrainer:
     checkpoints: CheckpointStore
     sanity: SanityMonitor
     log: RunLog
-    prompt_log: PromptLog
     pad_token_id: int
     collapse: CollapseResponse
-    spool: GroupSpool | None = None
-    """Keeps finished groups for a run that is killed; a deterministic one samples them again."""
     selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
@@ -87,9 +68,7 @@ class PPOTrainer:
     step_number: int = 0
     version: int = 0
     """Of the policy's weights: one more with each step, and with each rollback."""
-    interrupts: Interrupts = field(default_factory=lambda: Interrupts())
-    exit_status: int = 0
-    """Of a command that ends with this run: 130 after Ctrl-C, 143 after SIGTERM."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
     export: Callable[[], object] = lambda: None
     _score: float | None = None
     """`val/accuracy` of the weights as they are; None if this step was not validated."""
@@ -97,14 +76,27 @@ class PPOTrainer:
     _at_boundary: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.inflight = PromptsInFlight(
-            self.plan, self.draws, self.stream, self.prompt_log, self.spool, self._while_waiting, self._before_it_ends
-        )
+        self.source.while_waiting, self.source.on_bad_row = self._while_waiting, self._before_it_ends
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How large a step is."""
+        return self.source.plan
 
     @property
     def sampler(self) -> RowSampler:
         """In which order rows are drawn."""
-        return self.draws.sampler
+        return self.source.draws.sampler
+
+    @property
+    def stream(self) -> RolloutStream:
+        """Runs conversations beside the trainer."""
+        return self.source.stream
+
+    @property
+    def exit_status(self) -> int:
+        """Of a command that ends with this run: not 0 where it was asked to stop."""
+        return self.interrupts.exit_status
 
     @property
     def _replays(self) -> bool:
@@ -112,7 +104,7 @@ class PPOTrainer:
 
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
-        with self.log, self.interrupts:
+        with self.log, self.interrupts, closing(self), self.interrupts.ending(self.log, self._save_boundary):
             try:
                 # A run that goes on from a checkpoint was validated by its own schedule.
                 first = self.config.val_before_train and self.step_number == 0
@@ -122,22 +114,11 @@ class PPOTrainer:
                     self._train()
                     self.weights.free_engine_memory()
                     self.export()
-                self.inflight.forget_finished()
+                self.source.end()
                 self.log.finish(self.step_number)
-            except Interrupted:
-                self._save_boundary()
-                self.exit_status = self.interrupts.exit_status
-                self.log.interrupted(self.step_number)
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                raise CheckpointError(disk_refused(self.log.run.path, error)) from error
             except Exception as error:
-                if not isinstance(error, (*LOSSES, CheckpointError)):  # what has failed will be repaired
-                    self.inflight.forget_finished()
+                self.source.end(error)
                 raise
-            finally:
-                self.close()
 
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
@@ -151,28 +132,28 @@ class PPOTrainer:
                 # Before anything that can fail: what was sampled is what one wants to look at then.
                 self.log.dump(self.step_number, groups)
                 self._refuse_total_failure(groups)
-                self.inflight.admit_during_update(self.step_number)
                 if self.config.debug_mode == "rollout_only":
                     return self._rollout_only(groups)
                 self.weights.release()
+            ahead = self.source if isinstance(self.source, AsynchronousSource) else None
             trained = [t for g in groups if not g.filtered for t in g.trajectories]
             batch = build_batch(trained, pad_token_id=self.pad_token_id)
             metrics = self._rollout_metrics(groups) | self.selection.metrics()
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
-                if self.plan.several_steps:
-                    require_bound(batch, self.version, self.plan.max_staleness)
+                if ahead is not None:
+                    require_bound(batch, self.version, ahead.max_staleness)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
-                if self.plan.max_staleness:
+                if ahead is not None and ahead.max_staleness:
                     add_ages(batch, self.version)
                 with self._timed(timing, "advantages"):
                     metrics |= self.estimate_advantages(batch)
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
-                self._note_version(trained, batch)
+                self.source.mark_trained(trained, batch, self.version)
                 if self.config.steps_ahead:
                     metrics |= staleness_metrics(batch, self.version)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
@@ -181,7 +162,7 @@ class PPOTrainer:
             self.sampler.update(groups)
             # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
             self.log.rollouts(self.step_number + 1, groups, batch)
-            self.inflight.ended(self.step_number + 1, why_left_out(groups, batch))
+            self.source.ended(self.step_number + 1, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
         return metrics | self._speed(groups, timing) | timing
 
@@ -222,7 +203,7 @@ class PPOTrainer:
 
     def _position(self) -> dict[str, Any]:
         """What a step that is broken off must leave as it was before."""
-        return {**self.inflight.state_dict(), "random": checkpoint.random_state()}
+        return {**self.source.state_dict(), "random": checkpoint.random_state()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
@@ -234,7 +215,7 @@ class PPOTrainer:
         self.collapse.load_state_dict(state.get("collapse", {}))
         self.log.dead_start.load_state_dict(state.get("dead_start", {}))
         if not self.config.val_only:
-            self.inflight.load_state_dict(state, other_rows=self._has_other_rows(state))
+            self.source.load_state_dict(state, other_rows=self._has_other_rows(state))
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.version)
 
@@ -249,7 +230,7 @@ class PPOTrainer:
             self.stream.close(self.engine.close)
         finally:
             self.workers.close()
-            self.prompt_log.close()
+            self.source.log.close()
 
     def _train(self) -> None:
         if self.collapse.needs_start and not self.checkpoints.all():
@@ -266,10 +247,9 @@ class PPOTrainer:
             self._at_boundary = {}
             self.step_number, self.version = self.step_number + 1, self.version + 1
             self._score = None
-            if self.config.steps_ahead and self.step_number < self.plan.total_steps:
-                self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
-                self.inflight.admit(self.step_number)
-                self._at_boundary = {}
+            self._at_boundary = self._position()  # a row that ends the run takes no prompts beside it along
+            self.source.begin_ahead(self.step_number)
+            self._at_boundary = {}
 
     def _conclude_step(self, metrics: dict[str, float]) -> None:
         """Validate, log, save. If Ctrl-C breaks it off, the resumed run does it (`_unlogged` is saved)."""
@@ -295,7 +275,7 @@ class PPOTrainer:
         likely collapse again in the same step.
         """
         state = checkpoint.load(folder)
-        self.inflight.give_up()
+        self.source.give_up()
         self.weights.free_engine_memory()
         self.workers.load_state_dict(state["workers"], folder)
         self.estimate_advantages.load_state_dict(state.get("advantages", {}))
@@ -303,18 +283,11 @@ class PPOTrainer:
         self.weights.push(self.version)
         self._score = None
 
-    def _note_version(self, trajectories: list[Trajectory], batch: TensorDict) -> None:
-        """Of the weights that a batch has updated, in the rows; of a replay not, whose tokens have another run's."""
-        if not self._replays:
-            ids = trained_ids(batch)
-            for trajectory in trajectories:
-                trajectory.trained_version = self.version if trajectory.trajectory_id in ids else None
-
     def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """A step of which nothing is trained."""
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, None)
-        self.inflight.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
+        self.source.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
         return self._rollout_metrics(groups)
 
     def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
@@ -333,23 +306,19 @@ class PPOTrainer:
         """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        checked = self.sanity.metrics(of=plan_name(self.step_number) if self.plan.over is None else TRAINING)
-        if self.plan.several_steps:
-            found["rollout/prompts_in_flight"] = len(self.prompt_log.open) - len(groups)
-        return found | checked | engine | self.stream.metrics() | self._prompt_counts()
+        checked = self.sanity.metrics(of=self.source.plans(self.step_number))
+        return found | self.source.metrics(groups) | checked | engine | self.stream.metrics() | self._prompt_counts()
 
     def _rollout(self) -> list[TrajectoryGroup]:
-        """Collect this step's rollout. Or read what another run saved."""
-        if self.log.debug is not None and self._replays:
-            return self.log.debug.load(self.step_number)
-        self.inflight.admit(self.step_number)
-        groups = self.inflight.collect(self.step_number)
+        """Collect this step's rollout."""
+        self.source.begin(self.step_number)
+        groups = self.source.collect(self.step_number)
         self.selection.shape(groups)
         return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
-        groups = self.inflight.more(self.step_number, num_prompts, number)
+        groups = self.source.more(self.step_number, num_prompts, number)
         self.selection.shape(groups)
         return groups
 
@@ -371,7 +340,7 @@ class PPOTrainer:
 
     def _prompt_counts(self) -> dict[str, float]:
         """Of the training rows as loaded, and of what was drawn for this step besides."""
-        drawn = self.inflight.counts(self.step_number)
+        drawn = self.source.counts(self.step_number)
         return {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     @contextmanager
@@ -395,10 +364,11 @@ class PPOTrainer:
         if self.step_number:
             self._save_boundary()
 
-    def _save_boundary(self) -> None:
-        if self.config.val_only:
-            return
-        self._save(self._at_boundary)
+    def _save_boundary(self) -> int:
+        """The last finished step."""
+        if not self.config.val_only:
+            self._save(self._at_boundary)
+        return self.step_number
 
     def _save(self, overrides: dict[str, Any] | None = None) -> None:
         begun = time.monotonic()
@@ -430,60 +400,6 @@ def validation_passes(
             stream.start(RolloutPlan(part, n, plan_name, sampling, evaluation=True, run=run))
             passes[name] += stream.collect(plan_name, while_waiting)
     return passes
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; it saves a checkpoint and ends. Not an error."""
-
-
-class Insisted(KeyboardInterrupt):
-    """Asked a second time: the run ends here and now."""
-
-    def __init__(self, exit_status: int):
-        self.exit_status = exit_status
-
-
-class Interrupts(AbstractContextManager["Interrupts"]):
-    """While open, SIGINT and SIGTERM set `requested`; a second signal raises `Insisted` at once.
-
-    Only the main thread of a process may handle signals; elsewhere this does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.requested = threading.Event()
-        self._number: int = signal.SIGINT
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-        self._old.clear()
-
-    @property
-    def exit_status(self) -> int:
-        """As a shell counts it: 128 and the number of the signal that came."""
-        return 128 + self._number
-
-    def check(self) -> None:
-        """Raises:
-        Interrupted: a stop was requested.
-        """
-        if self.requested.is_set():
-            raise Interrupted
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._number = number
-        if self.requested.is_set():
-            raise Insisted(self.exit_status)
-        self.requested.set()
 
 
 def _under(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

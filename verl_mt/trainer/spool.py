@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from typing import Any
 from verl_mt.data.plain_objects import pack, unpack
 from verl_mt.data.temporary_files import remove, temporary
 from verl_mt.data.trajectory import Status, TrajectoryGroup
-from verl_mt.errors import error_text
+from verl_mt.errors import LOSSES, CheckpointError, error_text
 from verl_mt.reading import read_bytes
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
+from verl_mt.trainer.checkpoint import version_of
+from verl_mt.trainer.interrupts import Interrupted
+from verl_mt.trainer.rollout_source import RolloutSource, SourceParts
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,57 @@ class GroupSpool:
         except Exception as error:  # damaged, or of another version
             log.warning("%s is sampled again: %s", path, error_text(error, named=True))
             return None
+
+
+@dataclass
+class SpooledSource(RolloutSource):
+    """Finished groups outlive a kill: the run that goes on trains them as they were sampled."""
+
+    spool: GroupSpool | None = None
+    """None = they are sampled again."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stream.keep = None if self.spool is None else self._keep
+
+    @classmethod
+    def of(cls, parts: SourceParts) -> SpooledSource:
+        version = 0 if parts.state is None else version_of(parts.state)
+        other_data = parts.config.trainer.resume_mode == "other_data"
+        spool = GroupSpool(parts.folder / "spool", None if other_data else version)
+        return cls(parts.plan, parts.draws, parts.stream, parts.log, spool=spool)
+
+    def give_up(self, but: Set[str] = frozenset()) -> None:
+        """What is kept of it is forgotten, too."""
+        super().give_up(but)
+        if self.spool is not None:
+            self.spool.drop(known.prompt_id for known in self.log.open if known.prompt_id not in but)
+
+    def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
+        super().ended(step, left_out)
+        if self.spool is not None:
+            self.spool.drop(left_out)
+
+    def end(self, error: Exception | None = None) -> None:
+        """What has finished is not used again: all is trained, or something has failed that will be repaired. After a
+        loss, a full disk or an interrupt it is."""
+        if self.spool is not None and not isinstance(error, (*LOSSES, CheckpointError, OSError, Interrupted)):
+            self.spool.clear()
+
+    def _keep(self, plan: RolloutPlan, group: TrajectoryGroup) -> None:
+        """Those of a validation are none of a step's. Runs in a thread of the rollout's loop."""
+        if self.spool is not None and not plan.evaluation:
+            self.spool.keep(plan, group)
+
+    def _start(self, plan: RolloutPlan) -> None:
+        finished = [] if self.spool is None else self.spool.take(plan)
+        self.stream.start(plan, finished)
+        self.log.started(plan.name, but={group.prompt_id for group in finished})
+        for group in finished:
+            self.log.finished(group)
+            for trajectory in group.trajectories:
+                if trajectory.sanity is None:  # the share of mismatches is one of the whole step
+                    self.stream.runner.context.sanity.observe(None, plan.name)
 
 
 def _versions(group: TrajectoryGroup) -> Iterable[int]:

@@ -25,7 +25,6 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.schema import Config
 from verl_mt.data import batch as columns
-from verl_mt.data.run_files import NO_ROOM, disk_refused
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import total_failure, validation_metrics
 from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError, VerlMTError
@@ -35,9 +34,10 @@ from verl_mt.rewards.contract import RunState
 from verl_mt.tools.registry import CONFIG_KEY
 from verl_mt.trainer import build, build_rollout, checkpoint
 from verl_mt.trainer.display import Display
-from verl_mt.trainer.in_flight import BatchPlan
 from verl_mt.trainer.inference import Inference
-from verl_mt.trainer.ppo_trainer import Interrupted, Interrupts, validation_passes
+from verl_mt.trainer.interrupts import Interrupts
+from verl_mt.trainer.ppo_trainer import validation_passes
+from verl_mt.trainer.rollout_source import BatchPlan
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
 from verl_mt.trainer.tracking import require_trackers
@@ -228,24 +228,15 @@ class SupervisedTrainer:
         """Train from `step` to the last step. Ctrl-C ends with a checkpoint of the last finished step. Returns the exit
         status: 0, or 128 and the signal's number."""
         assert self.log is not None
-        with self.log, self.interrupts:
-            try:
-                for metrics in self.steps():
-                    self.log.step(self.step, metrics)
-                    freq = self.config.trainer.save_freq
-                    if freq > 0 and (self.step % freq == 0 or self.step == self.total_steps):
-                        self._save()
-                self.export()
-                self.log.finish(self.step, self._closing_rows())
-                return 0
-            except Interrupted:
-                self._save()
-                self.log.interrupted(self.step)
-                return self.interrupts.exit_status
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                raise CheckpointError(disk_refused(self.log.run.path, error)) from error
+        with self.log, self.interrupts, self.interrupts.ending(self.log, self._save):
+            for metrics in self.steps():
+                self.log.step(self.step, metrics)
+                freq = self.config.trainer.save_freq
+                if freq > 0 and (self.step % freq == 0 or self.step == self.total_steps):
+                    self._save()
+            self.export()
+            self.log.finish(self.step, self._closing_rows())
+        return self.interrupts.exit_status
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Make the steps that are not yet made, and yield the metrics of each: `loss` (nats per trained token, before
@@ -316,11 +307,12 @@ class SupervisedTrainer:
         rows.append(("go on with", escape(f"actor_rollout_ref.model.path={self.log.run.path / 'hf'}")))
         return rows
 
-    def _save(self) -> None:
+    def _save(self) -> int:
         assert self.store is not None and self.log is not None
         begun = time.monotonic()
         self.store.save(self.step, self.state_dict(), score=self.accuracy, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
+        return self.step
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a training that goes on needs."""
