@@ -77,8 +77,8 @@ def interrupt_after(trainer: PPOTrainer, step: int) -> None:
     """As if Ctrl-C was pressed while that step's line was printed."""
     original = trainer.log.step
 
-    def log_step(number: int, metrics: dict[str, float]) -> None:
-        original(number, metrics)
+    def log_step(number: int, *line: Any) -> None:
+        original(number, *line)
         if number == step:
             trainer.interrupts.requested.set()
 

@@ -35,6 +35,7 @@ from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer.build import build_trainer
+from verl_mt.trainer.inspection import CriticalPathHook
 
 pytestmark = pytest.mark.timeout(60)
 CHAT = ChatTemplate(toy_tokenizer())
@@ -207,7 +208,8 @@ def test_a_real_step_names_the_tool_and_would_have_saved_what_was_predicted(tmp_
         )
         try:
             steps.append(trainer.step())
-            words = trainer.log.straggler.take_words()
+            (watch,) = (hook for hook in trainer.hooks if isinstance(hook, CriticalPathHook))
+            words = watch.straggler.take_words()
         finally:
             trainer.close()
     without, found = steps

@@ -18,6 +18,7 @@ from verl_mt.errors import CollapseError
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore, step_of
 from verl_mt.trainer.collapse_response import CollapseResponse
+from verl_mt.trainer.step_hook import RollBack, Save, StepLine, Stop
 
 GOOD = {"reward/mean": 0.5, "reward/std": 0.5, "tools/use_rate": 0.9}
 BAD = GOOD | {"tools/use_rate": 0.1, "reward/mean": 0.8}
@@ -37,14 +38,21 @@ class Run:
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
     def step(self, metrics: dict[str, float]) -> dict[str, float]:
+        """What the trainer does with a verdict."""
         self.step_number += 1
-        found = self.response.observe(self.step_number, metrics)
-        if (
-            not self.response.act(self.step_number, self.save, lambda p: self.restored.append(step_of(p)))
-            and self.saves
-        ):
+        line = StepLine(self.step_number, dict(metrics))
+        verdict = self.response.after_step(line)
+        if isinstance(verdict, Save):
+            verdict.before()
+            if isinstance(verdict, RollBack):
+                self.restored.append(step_of(verdict.folder))
             self.save()
-        return found
+            if isinstance(verdict, Stop):
+                raise verdict.after()
+            verdict.after()
+        elif self.saves:
+            self.save()
+        return {name: value for name, value in line.metrics.items() if name not in metrics}
 
     def steps(self, *metrics: dict[str, float]) -> list[dict[str, float]]:
         return [self.step(m) for m in metrics]

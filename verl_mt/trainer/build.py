@@ -52,9 +52,7 @@ from verl_mt.trainer.build_rollout import (
     validation_sampling,
 )
 from verl_mt.trainer.checkpoint import CheckpointStore
-from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.config_reads import reads_recorded, write_reads
-from verl_mt.trainer.debug_data import DebugData, describe
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import PPOTrainer
@@ -62,6 +60,7 @@ from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource, SourceParts
 from verl_mt.trainer.run_directory import RunDirectory, other_directory
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.step_hook import HookParts, StepHooks
 from verl_mt.trainer.tracking import JsonLines, TrackedRun, build_trackers, require_trackers
 from verl_mt.workers.cores import idle_cores
 from verl_mt.workers.loss import try_own_loss
@@ -78,6 +77,19 @@ SOURCES = {
     "replay": "verl_mt.trainer.debug_data:ReplaySource",
 }
 """Where the groups of a step come from; `_source` chooses one."""
+HOOKS = {
+    "collapse": "verl_mt.trainer.collapse_response:CollapseResponse",
+    "dead_start": "verl_mt.trainer.inspection:DeadStartHook",
+    "critical_path": "verl_mt.trainer.inspection:CriticalPathHook",
+    "debug_data": "verl_mt.trainer.debug_data:DumpHook",
+    "staleness": "verl_mt.trainer.in_flight:Staleness",
+}
+"""What may watch the steps of a run, in the order in which they are called; `_hooks` chooses some."""
+TRAINERS = {
+    "trains": "verl_mt.trainer.ppo_trainer:PPOTrainer",
+    "rollout_only": "verl_mt.trainer.debug_data:RolloutOnlyTrainer",
+}
+"""What makes the steps; with `trainer.debug_mode=rollout_only` nothing is trained."""
 
 
 @reads_recorded
@@ -114,25 +126,26 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
         state = None if run.resume_from is None else _load_checkpoint(config, run.resume_from, model, data)
         prompt_log = PromptLog.after(state, run.path, rows=config.trainer.rollout_rows != "off")
         draws = _draws(config, data, runner)
+        weights = weight_sync(config, stream, workers, run.path / "weights")
         source = _source(SourceParts(config, plan, draws, stream, prompt_log, run.path, state, chat.decode))
-        trainer = PPOTrainer(
+        trainer = _trainer_class(config)(
             config=config.trainer,
             source=source,
             val_prompts=[] if config.trainer.debug_mode == "train_only" else data.val_prompts,
             prompt_counts=data.counts,
             engine=runner.context.engine,
             workers=workers,
-            weights=weight_sync(config, stream, workers, run.path / "weights"),
+            weights=weights,
             estimate_advantages=advantage_estimator(config.algorithm, workers),
             checkpoints=checkpoints,
-            collapse=CollapseResponse(config.trainer, run.path, checkpoints),
+            hooks=_hooks(HookParts(config, run.path, checkpoints, source, chat.decode)),
             sanity=runner.context.sanity,
             log=build_log(config, run, snapshot, plan.total_steps, tools, resumes=state, chat=chat),
             pad_token_id=pad_token_id(chat),
             selection=_selection(config),
             model=model,
             rows=data.fingerprint,
-            export=partial(export_model, workers, chat, run) if config.trainer.export_at_end else lambda: None,
+            export=partial(_export, weights, chat, run) if config.trainer.export_at_end else lambda: None,
         )
         _resume(trainer, state, run)
         write_reads(run.path)
@@ -195,6 +208,19 @@ def _source(parts: SourceParts) -> RolloutSource:
     return load_object(SOURCES[name], what=f"rollout source {name}").of(parts)
 
 
+def _trainer_class(config: Config) -> type[PPOTrainer]:
+    name = "rollout_only" if config.trainer.debug_mode == "rollout_only" else "trains"
+    return load_object(TRAINERS[name], what=f"trainer {name}")
+
+
+def _hooks(parts: HookParts) -> StepHooks:
+    """Files of hooks that the configuration does not ask for are not loaded."""
+    trainer, factor = parts.config.trainer, parts.config.data.over_sample
+    asked = {"debug_data": trainer.debug_rollout_data is not None, "staleness": trainer.steps_ahead or factor > 1}
+    found = (load_object(path, what=f"step hook {name}") for name, path in HOOKS.items() if asked.get(name, True))
+    return StepHooks(hook for hook in (kind.of(parts) for kind in found) if hook is not None)
+
+
 def _draws(config: Config, data: RunData, runner: RolloutRunner) -> PromptDraws:
     # A row that a sampler made has only its own trajectories to lose; without a reward it has none.
     of_files = data.prompts.num_unseen or data.prompts.skips_bad
@@ -222,6 +248,12 @@ def check_row(config: Config, runner: RolloutRunner, row: DataRow) -> None:
         raise DataError(f"{row.place}: {error}") from error
     require_media(runner.context.engine, row, rollout_name=config.actor_rollout_ref.rollout.name)
     runner.reward.check(row)
+
+
+def _export(weights: WeightSync, chat: ChatTemplate, run: RunDirectory) -> None:
+    """At the end of a run, whose engine may hold the device's memory."""
+    weights.free_engine_memory()
+    export_model(weights.workers, chat, run)
 
 
 def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) -> None:
@@ -351,7 +383,6 @@ def build_log(
         rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer), trainer.rollout_rows)
         if trainer.rollout_rows != "off"
         else None,
-        debug=DebugData(trainer.debug_rollout_data, chat.decode, replays=trainer.debug_mode == "train_only"),
     )
 
 
@@ -392,26 +423,9 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
         f"{torch.get_num_threads()} thread(s); writing to {run.path}"
     )
-    if ahead := config.trainer.steps_ahead:
-        by_loss = config.actor_rollout_ref.actor.use_sampler_log_probs == "always"
-        options = {key: value for key, value in correction_of(config).items() if value is not None}
-        how = "the loss's ratios to the sampler" if by_loss else f"algorithm.rollout_correction={options}"
-        corrected = by_loss or bool(options)
-        told = f"corrected by {how}" if corrected else "not corrected (docs/asynchronous.md)"
-        in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
-        if (factor := config.data.over_sample) > 1:
-            in_flight = f"{factor:g} steps' prompts are in flight, of which a step trains those that finish first"
-        note(f"{in_flight}; no token is more than {ahead} updates old, and older tokens are {told}")
-        if ahead > 1 and not corrected:
-            loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-            note(
-                f"[yellow]trainer.max_staleness={ahead} and no correction: with policy_loss.loss_mode={loss}, tokens "
-                f"of {ahead} updates before count as new, and training may fall apart. Set trainer.max_staleness=1, "
-                "algorithm.rollout_correction, or loss_mode=vanilla[/]"
-            )
+    for text in trainer.notes():
+        note(text)
     for text in notes(config, trainer.source.draws.prompts):
-        note(f"[yellow]{text}[/]")
-    for text in describe(config.trainer):
         note(f"[yellow]{text}[/]")
 
 

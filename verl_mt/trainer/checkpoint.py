@@ -62,6 +62,8 @@ class CheckpointStore:
     """Newest ones kept besides the best; None = all."""
     reach: int = 0
     """Also kept are those back to one that is this many steps older than the newest."""
+    from_start: bool = False
+    """The run begins with one of the weights before its first step."""
 
     def save(
         self,

@@ -9,7 +9,7 @@ A run directory can be replayed as well: its rollout rows hold the same trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.digests import save_tensors
 from verl_mt.data.media import has_media
 from verl_mt.data.row_files import read_rows, rows_of_step
@@ -25,7 +24,9 @@ from verl_mt.data.run_files import atomic_file, row_to_trajectory, trajectory_to
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
 from verl_mt.extensions.compat.slime_sample import Dumped, Sample, samples_of
+from verl_mt.trainer.ppo_trainer import PPOTrainer
 from verl_mt.trainer.rollout_source import RolloutSource, SourceParts
+from verl_mt.trainer.step_hook import HookParts, StepHook
 
 PLACEHOLDER = "{rollout_id}"
 
@@ -42,7 +43,7 @@ class DebugData:
     def __init__(self, path: str | None, decode: Callable[[Sequence[int]], str], *, replays: bool = False):
         self.replays = replays
         """Rollouts come from files."""
-        self._path, self._decode = path, decode
+        self.path, self._decode = path, decode
 
     def save(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> Path | None:
         """Write one rollout; None where nothing is to be written.
@@ -50,7 +51,7 @@ class DebugData:
         Raises:
             CheckpointError: the disk refused.
         """
-        if self._path is None or self.replays:
+        if self.path is None or self.replays:
             return None
         path = self._file(rollout_id)
         trajectories = [t for group in groups for t in group.trajectories]
@@ -71,7 +72,7 @@ class DebugData:
         Raises:
             DataError: no such file, it is not one of ours, or something that was sampled was edited.
         """
-        if PLACEHOLDER not in str(self._path):
+        if PLACEHOLDER not in str(self.path):
             return self._load_rows(rollout_id)
         path = self._file(rollout_id)
         if not path.is_file():
@@ -90,7 +91,7 @@ class DebugData:
         return _groups(trajectories)
 
     def _load_rows(self, rollout_id: int) -> list[TrajectoryGroup]:
-        run, step = Path(str(self._path)).expanduser(), rollout_id + 1
+        run, step = Path(str(self.path)).expanduser(), rollout_id + 1
         file = rows_of_step(run, step)
         if file is None:
             raise DataError(
@@ -100,8 +101,8 @@ class DebugData:
         return _groups(_trajectories(read_rows(file.path), file.path))
 
     def _file(self, rollout_id: int | str) -> Path:
-        assert self._path is not None
-        return Path(self._path.replace(PLACEHOLDER, str(rollout_id))).expanduser()
+        assert self.path is not None
+        return Path(self.path.replace(PLACEHOLDER, str(rollout_id))).expanduser()
 
     def _samples(self, trajectories: Sequence[Trajectory], rollout_id: int | str) -> Iterator[Dumped]:
         for trajectory in trajectories:
@@ -178,10 +179,41 @@ class ReplaySource(RolloutSource):
     def mark_trained(self, trajectories: Sequence[Trajectory], batch: TensorDict, version: int) -> None:
         """Not noted: the tokens have another run's versions."""
 
+    def notes(self) -> list[str]:
+        path = "" if self.files is None else f" ({self.files.path})"
+        return [f"[yellow]training on saved rollouts{path}: nothing is sampled or validated[/]"]
 
-def describe(config: TrainerConfig) -> Iterator[str]:
-    """What a person should know before the first step."""
-    if config.debug_mode == "train_only":
-        yield f"training on saved rollouts ({config.debug_rollout_data}): nothing is sampled or validated"
-    if config.debug_mode == "rollout_only":
-        yield "trainer.debug_mode=rollout_only: every step samples and scores, nothing is trained"
+
+class DumpHook(StepHook):
+    """Saves the rollouts of steps and validations (`trainer.debug_rollout_data`)."""
+
+    def __init__(self, files: DebugData):
+        self._files = files
+
+    @classmethod
+    def of(cls, parts: HookParts) -> DumpHook | None:
+        path = parts.config.trainer.debug_rollout_data
+        if path is None or parts.config.trainer.debug_mode == "train_only":
+            return None
+        return cls(DebugData(path, parts.decode))
+
+    def after_rollout(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        self._files.save(step, groups)
+
+    def after_validation(self, step: int, passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
+        for name, groups in passes.items():
+            self._files.save(f"{name.replace('val', 'eval', 1)}_{step}", groups)
+
+
+class RolloutOnlyTrainer(PPOTrainer):
+    """Its steps sample and score; nothing is trained (`trainer.debug_mode=rollout_only`)."""
+
+    def step(self) -> dict[str, float]:
+        """One step: rollout, and its rows."""
+        groups = self.rollout()
+        self.end_rollout(groups, None, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
+        return self.measure(groups)
+
+    def notes(self) -> list[str]:
+        text = "[yellow]trainer.debug_mode=rollout_only: every step samples and scores, nothing is trained[/]"
+        return [*super().notes(), text]

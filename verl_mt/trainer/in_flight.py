@@ -25,11 +25,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl_mt.config.schema import correction_of
 from verl_mt.data import batch as columns
 from verl_mt.data.trajectory import TrajectoryGroup
+from verl_mt.diagnostics.step_metrics import prefix_cache_by_turn
 from verl_mt.errors import EngineError
 from verl_mt.trainer.rollout_source import TRAINING, SourceParts, plan_name, step_of
 from verl_mt.trainer.spool import SpooledSource
+from verl_mt.trainer.step_hook import HookParts, StepHook, TrainStep
 
 UNCERTAIN = 0.9
 """Tokens that were sampled with at least this probability say nothing about how far the policy has moved."""
@@ -110,15 +113,23 @@ class AsynchronousSource(SpooledSource):
     """`trainer.max_staleness`, where anything is trained."""
     over: OverSampling | None = None
     """More prompts than a step needs are in flight; None = those of whole steps."""
+    correction: str | None = None
+    """What corrects tokens of older weights, for people; None = nothing does."""
+    loss_mode: str = "vanilla"
     begun_s: float = 0.0
     """When `begin` was called last, on the clock of the spans of rollout rows."""
 
     @classmethod
     def of(cls, parts: SourceParts) -> AsynchronousSource:
-        bound = parts.config.trainer.steps_ahead
+        actor, bound = parts.config.actor_rollout_ref.actor, parts.config.trainer.steps_ahead
         source = cast(AsynchronousSource, super().of(parts))
         source.max_staleness = bound
         source.over = over_sampling(parts.plan.num_prompts, parts.config.data.over_sample, bound)
+        source.loss_mode = actor.policy_loss.get("loss_mode", "vanilla")
+        if actor.use_sampler_log_probs == "always":
+            source.correction = "the loss's ratios to the sampler"
+        elif options := {key: value for key, value in correction_of(parts.config).items() if value is not None}:
+            source.correction = f"algorithm.rollout_correction={options}"
         return source
 
     @property
@@ -167,6 +178,23 @@ class AsynchronousSource(SpooledSource):
             return {}
         return {"rollout/prompts_in_flight": len(self.log.open) - len(groups)}
 
+    def notes(self) -> list[str]:
+        if not (ahead := self.max_staleness):
+            return []
+        in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
+        if self.over is not None:
+            factor = f"{self.over.factor:g}"
+            in_flight = f"{factor} steps' prompts are in flight, of which a step trains those that finish first"
+        told = f"corrected by {self.correction}" if self.correction else "not corrected (docs/asynchronous.md)"
+        found = [f"{in_flight}; no token is more than {ahead} updates old, and older tokens are {told}"]
+        if ahead > 1 and not self.correction:
+            found.append(
+                f"[yellow]trainer.max_staleness={ahead} and no correction: with policy_loss.loss_mode="
+                f"{self.loss_mode}, tokens of {ahead} updates before count as new, and training may fall apart. Set "
+                "trainer.max_staleness=1, algorithm.rollout_correction, or loss_mode=vanilla[/]"
+            )
+        return found
+
     def _top_up(self, over: OverSampling, name: str, *, begun: int, next_step: int) -> None:
         """Start as many prompts as may be in flight after `begun` finished steps, where `next_step` of them come before
         the next batch."""
@@ -178,6 +206,36 @@ class AsynchronousSource(SpooledSource):
             taken = {known.plan for known in self.log.open}
             further = (f"{name}.{number:03d}" for number in count(2))
             self._draw(name if name not in taken else next(n for n in further if n not in taken), wanted, begun)
+
+
+class Staleness(StepHook):
+    """Holds each batch to the bound and measures how old its tokens are."""
+
+    def __init__(self, source: AsynchronousSource):
+        self._source = source
+
+    @classmethod
+    def of(cls, parts: HookParts) -> Staleness | None:
+        return cls(parts.source) if isinstance(parts.source, AsynchronousSource) else None
+
+    def before_update(self, step: TrainStep) -> None:
+        assert step.batch is not None
+        require_bound(step.batch, step.version, self._source.max_staleness)
+        if self._source.max_staleness:
+            add_ages(step.batch, step.version)
+
+    def after_update(self, step: TrainStep) -> None:
+        """A rollout takes no time of its own: tokens per second are of the whole step."""
+        if not self._source.max_staleness:
+            return
+        if step.batch is not None:
+            step.metrics |= staleness_metrics(step.batch, step.version)
+        trajectories = [t for g in step.groups for t in g.trajectories]
+        sampled = sum(t.num_sampled_tokens for t in trajectories)
+        step.metrics["rollout/tokens_per_s"] = sampled / step.timing["time/step_s"]
+        step.metrics["staleness/trainer_wait_s"] = step.timing["time/rollout_s"]
+        step.metrics |= prefix_cache_by_turn(trajectories)
+        step.timing["time/begun_s"] = self._source.begun_s
 
 
 def require_bound(batch: TensorDict, version: int, max_staleness: int) -> None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from tensordict import TensorDict
 
 from verl_mt.chat.sanity import SanityMonitor
 from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.batch import build_batch
 from verl_mt.data.sampler import RowSampler
 from verl_mt.data.trajectory import StopReason, TrajectoryGroup
-from verl_mt.diagnostics.step_metrics import (
-    prefix_cache_by_turn,
-    rollout_metrics,
-    total_failure,
-    validation_metrics,
-)
+from verl_mt.diagnostics.step_metrics import rollout_metrics, total_failure, validation_metrics
 from verl_mt.engines.base import InferenceEngine
 from verl_mt.errors import EngineGoneError, UserCodeError
 from verl_mt.rollout.prompts import Prompt
@@ -28,12 +25,11 @@ from verl_mt.rollout.stream import RolloutStream
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.advantage_step import AdvantageStep
 from verl_mt.trainer.checkpoint import CheckpointStore
-from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.dynamic_sampling import Selection, why_left_out
-from verl_mt.trainer.in_flight import AsynchronousSource, add_ages, require_bound, staleness_metrics
 from verl_mt.trainer.interrupts import Interrupts
 from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource
 from verl_mt.trainer.run_log import RunLog
+from verl_mt.trainer.step_hook import RollBack, Save, StepHooks, StepLine, Stop, TrainStep
 from verl_mt.workers.weight_sync import WeightSync
 from verl_mt.workers.worker_group import WorkerGroup
 
@@ -59,7 +55,7 @@ class PPOTrainer:
     sanity: SanityMonitor
     log: RunLog
     pad_token_id: int
-    collapse: CollapseResponse
+    hooks: StepHooks = StepHooks()
     selection: Selection = field(default_factory=Selection)
     model: dict[str, str] = field(default_factory=dict)
     """`path` and `architecture`, for checkpoints: one of another model is refused."""
@@ -98,10 +94,6 @@ class PPOTrainer:
         """Of a command that ends with this run: not 0 where it was asked to stop."""
         return self.interrupts.exit_status
 
-    @property
-    def _replays(self) -> bool:
-        return self.log.debug is not None and self.log.debug.replays
-
     def fit(self) -> None:
         """Train from `step_number` to the last step. Ctrl-C ends with a checkpoint of the last finished step."""
         with self.log, self.interrupts, closing(self), self.interrupts.ending(self.log, self._save_boundary):
@@ -112,59 +104,87 @@ class PPOTrainer:
                     self.log.metrics(self.step_number, self.validate())
                 if not self.config.val_only:
                     self._train()
-                    self.weights.free_engine_memory()
                     self.export()
                 self.source.end()
-                self.log.finish(self.step_number)
+                self.log.finish(self.step_number, spent=self.hooks.summary())
             except Exception as error:
                 self.source.end(error)
                 raise
 
     def step(self) -> dict[str, float]:
         """One step: rollout -> batch -> advantages -> update -> weights to the engine."""
-        # Where the step stands beside what is sampled for later ones: the spans of rollout rows have the same clock.
-        timing = {"time/begun_s": time.monotonic()} if self.config.steps_ahead else {}
-        # A step that Ctrl-C breaks off has drawn rows already: its checkpoint needs the position before that.
-        self._at_boundary = self._position()
+        timing: dict[str, float] = {}
         with self._timed(timing, "step"):
             with self._timed(timing, "rollout"):
-                groups = self._rollout()
-                # Before anything that can fail: what was sampled is what one wants to look at then.
-                self.log.dump(self.step_number, groups)
-                self._refuse_total_failure(groups)
-                if self.config.debug_mode == "rollout_only":
-                    return self._rollout_only(groups)
+                groups = self.rollout()
                 self.weights.release()
-            ahead = self.source if isinstance(self.source, AsynchronousSource) else None
             trained = [t for g in groups if not g.filtered for t in g.trajectories]
             batch = build_batch(trained, pad_token_id=self.pad_token_id)
-            metrics = self._rollout_metrics(groups) | self.selection.metrics()
+            metrics = self.measure(groups) | self.selection.metrics()
+            step = TrainStep(self.step_number, self.version, groups, batch, metrics, timing)
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
             else:
-                if ahead is not None:
-                    require_bound(batch, self.version, ahead.max_staleness)
+                self.hooks.before_update(step)
                 with self._timed(timing, "ref"):
                     self.workers.add_ref_log_probs(batch)
-                if ahead is not None and ahead.max_staleness:
-                    add_ages(batch, self.version)
                 with self._timed(timing, "advantages"):
                     metrics |= self.estimate_advantages(batch)
                     metrics |= self.selection.mask_overlong(batch, groups)
                 with self._timed(timing, "update"):
                     metrics |= self.workers.update(batch)
                 self.source.mark_trained(trained, batch, self.version)
-                if self.config.steps_ahead:
-                    metrics |= staleness_metrics(batch, self.version)
             # Without a batch too: every step has a version of the weights, and the engine gets its memory back.
             with self._timed(timing, "weights"):
                 self.weights.push(self.version + 1)
-            self.sampler.update(groups)
-            # After the update, which fills in what the rows say of each token: old log-probs, advantages, clipping.
-            self.log.rollouts(self.step_number + 1, groups, batch)
-            self.source.ended(self.step_number + 1, why_left_out(groups, batch))
+            self.end_rollout(groups, batch, why_left_out(groups, batch))
         metrics["weights/trainer_bytes"] = self.weights.trainer_bytes
-        return metrics | self._speed(groups, timing) | timing
+        sampled = sum(t.num_sampled_tokens for g in groups for t in g.trajectories)
+        metrics["rollout/tokens_per_s"] = sampled / timing["time/rollout_s"]
+        self.hooks.after_update(step)
+        return metrics | timing
+
+    def rollout(self) -> list[TrajectoryGroup]:
+        """The groups that this step trains, and those that dynamic sampling left out.
+
+        Raises:
+            EngineGoneError, UserCodeError: no trajectory survived; a checkpoint of the last finished step is written.
+        """
+        # A step that is broken off has drawn rows already: its checkpoint needs the position before that.
+        self._at_boundary = self._position()
+        self.source.begin(self.step_number)
+        groups = self.source.collect(self.step_number)
+        self.selection.shape(groups)
+        groups = self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
+        # Before anything that can fail: what was sampled is what one wants to look at then.
+        self.log.rolled_out(self.step_number + 1, groups)
+        self.hooks.after_rollout(self.step_number, groups)
+        self._refuse_total_failure(groups)
+        return groups
+
+    def measure(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+        """Numbers of a step's groups, with what the engine, the sanity check and the prompts counted since the last
+        call."""
+        engine = {"rollout/replicas": 1, **self.engine.metrics()}
+        found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
+        checked = self.sanity.metrics(of=self.source.plans(self.step_number))
+        lost, drawn = self.stream.metrics(), self.source.counts(self.step_number)
+        prompts = {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
+        return found | self.source.metrics(groups) | checked | engine | lost | prompts
+
+    def end_rollout(
+        self, groups: list[TrajectoryGroup], batch: TensorDict | None, left_out: Mapping[str, str | None]
+    ) -> None:
+        """The step's groups are done with: tell the sampler, write their rows, close their prompts.
+
+        Args:
+            groups: of `rollout`.
+            batch: after the update, which fills in what rows say of each token: old log-probs, advantages, clipping.
+            left_out: prompt id -> why it was not trained; None where it was.
+        """
+        self.sampler.update(groups)
+        self.log.rollouts(self.step_number + 1, groups, batch)
+        self.source.ended(self.step_number + 1, left_out)
 
     def validate(self) -> dict[str, float]:
         """Sample every validation prompt, then decode it greedily: `val/accuracy`, `val/accuracy_greedy`."""
@@ -180,6 +200,7 @@ class PPOTrainer:
         if "sanity/mismatch_rate" in (checked := self.sanity.metrics(of="val")):
             metrics["val/mismatch_rate"] = checked["sanity/mismatch_rate"]
         self._score = metrics["val/accuracy"]
+        self.hooks.after_validation(self.step_number, passes)
         self.log.validation(self.step_number, metrics, passes)
         if self.config.val_only and (failure := total_failure(passes["val"])):
             raise UserCodeError(f"validation: {failure}")
@@ -196,8 +217,7 @@ class PPOTrainer:
             "rows": self.rows,
             "workers": self.workers.state_dict(),
             "advantages": self.estimate_advantages.state_dict(),
-            "collapse": self.collapse.state_dict(),
-            "dead_start": self.log.dead_start.state_dict(),
+            **self.hooks.state_dict(),
             **self._position(),
         }
 
@@ -209,15 +229,22 @@ class PPOTrainer:
         """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
         self.version = checkpoint.version_of(state)
-        self.weights.free_engine_memory()
-        self.workers.load_state_dict(state["workers"], folder)
-        self.estimate_advantages.load_state_dict(state.get("advantages", {}))
-        self.collapse.load_state_dict(state.get("collapse", {}))
-        self.log.dead_start.load_state_dict(state.get("dead_start", {}))
+        self._load_policy(state, folder)
+        self.hooks.load_state_dict(state)
         if not self.config.val_only:
             self.source.load_state_dict(state, other_rows=self._has_other_rows(state))
         checkpoint.set_random_state(state["random"])
         self.weights.push(self.version)
+
+    def notes(self) -> list[str]:
+        """What a person should know before the first step, as Rich markup."""
+        return self.source.notes()
+
+    def _load_policy(self, state: dict[str, Any], folder: Path | None) -> None:
+        """Weights, optimizer and controllers of a checkpoint; the engine gets them with the next `push`."""
+        self.weights.free_engine_memory()
+        self.workers.load_state_dict(state["workers"], folder)
+        self.estimate_advantages.load_state_dict(state.get("advantages", {}))
 
     def _has_other_rows(self, state: dict[str, Any]) -> bool:
         """Whether the position of a checkpoint counts in rows that are gone."""
@@ -233,7 +260,7 @@ class PPOTrainer:
             self.source.log.close()
 
     def _train(self) -> None:
-        if self.collapse.needs_start and not self.checkpoints.all():
+        if self.checkpoints.from_start and not self.checkpoints.all():
             self._save()
         while True:
             if self._unlogged is not None:
@@ -256,15 +283,21 @@ class PPOTrainer:
         last = self.plan.total_steps
         if _due(self.config.test_freq, self.step_number, last):
             metrics = metrics | self.validate()
-        # The line first, so that a run that is stopped or rolled back has said why; then what the guard decided; and a
-        # checkpoint only where the guard wrote none, for after a rollback it is the weights of the older one.
-        metrics = metrics | self.collapse.observe(self.step_number, metrics)
-        self.log.step(self.step_number, metrics)
+        # The line first, so that a run that is stopped or rolled back has said why.
+        line = StepLine(self.step_number, dict(metrics))
+        verdict = self.hooks.after_step(line)
+        self.log.step(self.step_number, line.metrics, line.words)
         self._unlogged = None
-        if self.collapse.due:
-            self.log.flush()  # the rows of this step are part of what is left to look at
-        saved = self.collapse.act(self.step_number, self._save, self._roll_back)
-        if not saved and _due(self.config.save_freq, self.step_number, last):
+        if isinstance(verdict, Save):
+            self.log.flush()
+            verdict.before()
+            if isinstance(verdict, RollBack):
+                self._roll_back(verdict.folder)
+            self._save()
+            if isinstance(verdict, Stop):
+                raise verdict.after()
+            verdict.after()
+        elif _due(self.config.save_freq, self.step_number, last):
             self._save()
 
     def _roll_back(self, folder: Path) -> None:
@@ -276,45 +309,10 @@ class PPOTrainer:
         """
         state = checkpoint.load(folder)
         self.source.give_up()
-        self.weights.free_engine_memory()
-        self.workers.load_state_dict(state["workers"], folder)
-        self.estimate_advantages.load_state_dict(state.get("advantages", {}))
+        self._load_policy(state, folder)
         self.version += 1
         self.weights.push(self.version)
         self._score = None
-
-    def _rollout_only(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """A step of which nothing is trained."""
-        self.sampler.update(groups)
-        self.log.rollouts(self.step_number + 1, groups, None)
-        self.source.ended(self.step_number + 1, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
-        return self._rollout_metrics(groups)
-
-    def _speed(self, groups: list[TrajectoryGroup], timing: dict[str, float]) -> dict[str, float]:
-        """Tokens per second, and what held the step; ahead of their steps conversations hold nobody but themselves."""
-        trajectories = [t for g in groups for t in g.trajectories]
-        sampled = sum(t.num_sampled_tokens for t in trajectories)
-        if self.config.steps_ahead:
-            found = {"rollout/tokens_per_s": sampled / timing["time/step_s"]}
-            return found | {"staleness/trainer_wait_s": timing["time/rollout_s"]} | prefix_cache_by_turn(trajectories)
-        found = {"rollout/tokens_per_s": sampled / timing["time/rollout_s"]}
-        if not self._replays:
-            found |= self.log.straggler.observe(groups, timing, lock_step=self.engine.capabilities.lock_step)
-        return found
-
-    def _rollout_metrics(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
-        """Of the step's groups, with what the engine, the sanity check and the prompts counted."""
-        engine = {"rollout/replicas": 1, **self.engine.metrics()}
-        found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        checked = self.sanity.metrics(of=self.source.plans(self.step_number))
-        return found | self.source.metrics(groups) | checked | engine | self.stream.metrics() | self._prompt_counts()
-
-    def _rollout(self) -> list[TrajectoryGroup]:
-        """Collect this step's rollout."""
-        self.source.begin(self.step_number)
-        groups = self.source.collect(self.step_number)
-        self.selection.shape(groups)
-        return self.selection.fill(groups, self._rollout_more, self.plan.num_prompts)
 
     def _rollout_more(self, num_prompts: int, number: int) -> list[TrajectoryGroup]:
         """Rollout `number` of this step, of the prompts that come next."""
@@ -337,11 +335,6 @@ class PPOTrainer:
             f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
-
-    def _prompt_counts(self) -> dict[str, float]:
-        """Of the training rows as loaded, and of what was drawn for this step besides."""
-        drawn = self.source.counts(self.step_number)
-        return {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
 
     @contextmanager
     def _timed(self, timing: dict[str, float], name: str) -> Iterator[None]:
@@ -374,12 +367,10 @@ class PPOTrainer:
         begun = time.monotonic()
         self.log.display.phase("checkpoint")
         self.log.flush()
-        engine_freed = self.weights.free_engine_memory()
-        state = self.state_dict() | (overrides or {})
-        self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
-        self.workers.offload()
-        if engine_freed and overrides is None:  # else the run ends here
-            self.weights.push(self.version)
+        # With overrides the run ends here.
+        with self.weights.set_aside(self.version if overrides is None else None):
+            state = self.state_dict() | (overrides or {})
+            self.checkpoints.save(self.step_number, state, score=self._score, write_more=self.workers.save_shards)
         self.log.saved(time.monotonic() - begun)
 
 

@@ -176,6 +176,10 @@ class RolloutSource:
     def end(self, error: Exception | None = None) -> None:
         """The run is over, or this error ended it."""
 
+    def notes(self) -> list[str]:
+        """What a person should know before the first step, as Rich markup."""
+        return []
+
     def plans(self, step: int) -> str:
         """How the names of the plans begin that a step's groups are of."""
         return plan_name(step)

@@ -13,9 +13,6 @@ from types import TracebackType
 from tensordict import TensorDict
 
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.diagnostics.critical_path import Straggler, closing_words
-from verl_mt.diagnostics.dead_start import DeadStart
-from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.rollout_files import RolloutFiles
 from verl_mt.trainer.run_directory import RunDirectory
@@ -39,17 +36,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         tool_names: Sequence[str],
         rollout_files: RolloutFiles | None,
-        debug: DebugData | None = None,
     ):
         self.run = run
         self.display = display
         self.tool_names = tuple(tool_names)
         self._trackers = trackers
         self._json_lines = json_lines
-        self.debug = debug
         self._rollout_files = rollout_files
-        self.straggler = Straggler()
-        self.dead_start = DeadStart()
         self._carried: dict[str, float] = {}
         self._over = False
         self._begun = (time.monotonic(), _cpu_s())
@@ -67,21 +60,16 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._trackers.close("failed" if kind is not None else "finished" if self._over else "stopped")
         self.run.close()
 
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the numbers of one step."""
-        metrics = metrics | self._carried | self._trackers.failures()
+    def metrics(self, step: int, metrics: Mapping[str, float], words: Mapping[str, str] | None = None) -> None:
+        """Write the numbers of one step, and texts that belong to them."""
+        numbers = {**metrics, **self._carried, **self._trackers.failures()}
         self._carried = {}
-        words = self.straggler.take_words()
-        if dead := self.dead_start.words(step):
-            log.warning("step %d: %s", step, dead)
-            metrics["collapse/dead_start"] = 1.0
-            words["collapse/words"] = dead
-        self._json_lines.log(step, {**metrics, **words})
-        self._trackers.log(step, metrics)
+        self._json_lines.log(step, {**numbers, **(words or {})})
+        self._trackers.log(step, numbers)
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float], words: Mapping[str, str] | None = None) -> None:
         """Write and show a finished step."""
-        self.metrics(step, metrics)
+        self.metrics(step, metrics, words)
         self.display.step(step, metrics)
 
     def saved(self, seconds: float) -> None:
@@ -91,25 +79,18 @@ class RunLog(AbstractContextManager["RunLog"]):
     def validation(self, step: int, metrics: dict[str, float], passes: Mapping[str, Sequence[TrajectoryGroup]]) -> None:
         """Show a validation and write the rollouts of its passes, a file each."""
         self.display.validation(step, metrics)
-        if step == 0:
-            self.dead_start.observe(step, passes["val"])
         for name, groups in passes.items():
-            self.dump(f"{name.replace('val', 'eval', 1)}_{step}", groups)
             self._trackers.rollouts(step, name, groups)
         if self._rollout_files is not None:
             for name, groups in passes.items():
                 self._rollout_files.validation(name, step, groups)
 
-    def dump(self, rollout_id: int | str, groups: Sequence[TrajectoryGroup]) -> None:
-        """Save a rollout where `trainer.debug_rollout_data` says; before the update, which may be what fails."""
-        if isinstance(rollout_id, int):
-            self._trackers.rollouts(rollout_id + 1, "train", groups)
-        if self.debug is not None:
-            self.debug.save(rollout_id, groups)
+    def rolled_out(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Hand the training rollouts of a step to the trackers, before the update, which may be what fails."""
+        self._trackers.rollouts(step, "train", groups)
 
     def rollouts(self, step: int, groups: Sequence[TrajectoryGroup], batch: TensorDict | None) -> None:
         """Write the training rollouts of a step, with what the update computed for each token."""
-        self.dead_start.observe(step, groups)
         if self._rollout_files is not None:
             self._rollout_files.training(step, groups, batch)
 
@@ -128,13 +109,13 @@ class RunLog(AbstractContextManager["RunLog"]):
             f"stopped after step {step}; give the same command to go on from the checkpoint in {self.run.path}"
         )
 
-    def finish(self, step: int, more: Sequence[tuple[str, str]] = ()) -> None:
-        """Mark the run as over and print the closing summary, `more` rows at its end."""
+    def finish(self, step: int, more: Sequence[tuple[str, str]] = (), spent: Sequence[tuple[str, str]] = ()) -> None:
+        """Mark the run as over and print the closing summary: `spent` are rows before its time, `more` at its end."""
         self.flush()
         self.run.finish()
         self._over = True
         wall_s, cpu_s = time.monotonic() - self._begun[0], _cpu_s() - self._begun[1]
-        rows = [*self._before_after(), *closing_words(self.run.path)]
+        rows = [*self._before_after(), *spent]
         rows.append(("time", f"{wall_s:.0f} s wall, {cpu_s:.0f} s CPU, {step} steps"))
         folder = self.run.path
         rows += [

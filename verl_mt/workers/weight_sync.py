@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,16 @@ class WeightSync:
             # What is to be saved is saved all the same; whether the engine still serves is seen when it gets weights.
             log.warning("the engine did not give its memory back: %s", error_text(error))
         return True
+
+    @contextmanager
+    def set_aside(self, version: int | None) -> Iterator[None]:
+        """The policy's weights are in use between two steps: the engine's memory is free meanwhile. Afterwards it has
+        its memory and the weights of `version` again; None = the run ends."""
+        freed = self.free_engine_memory()
+        yield
+        self.workers.offload()
+        if freed and version is not None:
+            self.push(version)
 
     def push(self, version: int) -> None:
         """The weights changed: from here on the engine samples with them."""
