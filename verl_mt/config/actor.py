@@ -62,20 +62,18 @@ class OptimConfig(Section):
     lr: float = option(1e-6, "Peak learning rate.", min=0)
     betas: list[float] = option([0.9, 0.999], "AdamW's betas.")
     weight_decay: float = option(0.01, "AdamW's decoupled weight decay.", min=0)
-    lr_warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", min=0, read="step")
+    lr_warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", min=0)
     lr_scheduler_type: str = option(
         "constant",
         "After the warm-up: constant, linear or cosine decay to `min_lr_ratio`.",
         choices=("constant", "linear", "cosine"),
-        read="step",
     )
-    min_lr_ratio: float = option(0.0, "Last learning rate as a share of the peak.", min=0, max=1, read="step")
+    min_lr_ratio: float = option(0.0, "Last learning rate as a share of the peak.", min=0, max=1)
     lr_warmup_steps_ratio: float = option(
         0.0,
         "`lr_warmup_steps` as a share of all optimizer steps of the run, rounded down; above 0 it counts instead.",
         min=0,
         max=1,
-        read="step",
     )
 
 
@@ -91,36 +89,31 @@ class ActorConfig(Section):
         min=1,
     )
     ppo_epochs: int = option(1, "Passes over a rollout batch.", min=1)
-    ppo_micro_batch_size: int | None = option(
-        None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1, read="step"
-    )
+    ppo_micro_batch_size: int | None = option(None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1)
     ppo_max_token_len: int = option(
         16384,
         "Tokens per forward pass and rank; those of padding count unless `model.use_remove_padding`.",
         min=1,
-        read="step",
     )
     share_prefixes: bool = option(
         True, "What rows of a forward pass have in common at their beginning is computed once for all of them."
     )
-    shuffle: bool = option(True, "Shuffle trajectories between mini-batches.", read="step")
+    shuffle: bool = option(True, "Shuffle trajectories between mini-batches.")
     clip_ratio: float = option(
         0.2,
         "PPO's clip range (Schulman et al. 2017, eq. 7).",
         min=0,
         when=ReadsClip(("clip_low", "clip_high")),
         allow_unused=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
-        read="step",
     )
     clip_ratio_low: float | None = option(
-        None, "Lower clip range; null = `clip_ratio`.", min=0, when=ReadsClip(("clip_low",)), read="step"
+        None, "Lower clip range; null = `clip_ratio`.", min=0, when=ReadsClip(("clip_low",))
     )
     clip_ratio_high: float | None = option(
         None,
         "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.",
         min=0,
         when=ReadsClip(("clip_high",)),
-        read="step",
     )
     policy_loss: dict[str, Any] = option(
         {},
@@ -135,33 +128,29 @@ class ActorConfig(Section):
         min=1,
         when=ReadsClip(("clip_c",)),
         allow_unused=True,
-        read="step",
     )
     loss_agg_mode: str | None = option(
         None,
         "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
         f"same) for {_OF_SEQUENCES}, token-mean for all others. A run's config.yaml has what became of it.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
-        read="step",
     )
-    entropy_coeff: float = option(0.0, "Weight of the entropy bonus.", read="step")
+    entropy_coeff: float = option(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = option(
         1.0,
         "Share of a mini-batch's sampled tokens, those of the highest entropy, that have a policy loss; below 1 it "
         "costs a forward pass per update (Wang et al. 2025, arXiv:2506.01939).",
         min=0.001,
         max=1,
-        read="step",
     )
     use_kl_loss: bool = option(False, "Add a KL term to the reference policy to the loss.")
-    kl_loss_coef: float = option(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, allow_unused=(0.0,), read="step")
+    kl_loss_coef: float = option(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, allow_unused=(0.0,))
     kl_loss_type: str = option(
         "low_var_kl",
         "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp); with a plus its value has k2's gradient "
         "(straight through).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"),
         when=_HAS_KL_LOSS,
-        read="step",
     )
     optimizer_offload: bool = option(
         False,
@@ -186,11 +175,10 @@ class ActorConfig(Section):
         "`model.use_remove_padding`.",
         min=1,
     )
-    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0, read="step")
+    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
     skip_zero_advantage: bool = option(
         True,
         "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
-        read="step",
     )
     use_sampler_log_probs: str = option(
         "auto",
@@ -199,7 +187,6 @@ class ActorConfig(Section):
         "they are between the sampler's and the current ones, the nearer to these the older the token (A-3PO, "
         "arXiv:2512.06547; docs/asynchronous.md).",
         choices=("auto", "always", "never", "interpolated"),
-        read="step",
     )
 
     @property

@@ -192,7 +192,6 @@ def option(
     *,
     when: Condition | None = None,
     allow_unused: tuple[Any, ...] | bool = (),
-    read: str = "start",
     **limits: Unpack[Limits],
 ) -> Any:
     """A dataclass field with its doc, its check, and its use.
@@ -203,9 +202,8 @@ def option(
         when: under which condition the key means something (None = always); a section's holds for its keys too. A key
             that is given elsewhere, with another value than its default, is refused.
         allow_unused: values that are accepted although the key has no effect; True = any value.
-        read: when a run reads it: at its "start", or later in a "step" or a "validation".
     """
-    metadata = {"doc": doc, "when": when, "allow_unused": allow_unused, "read": read, **limits}
+    metadata = {"doc": doc, "when": when, "allow_unused": allow_unused, **limits}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type) and dataclasses.is_dataclass(default):

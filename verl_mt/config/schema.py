@@ -194,7 +194,6 @@ class AlgorithmConfig(Section):
         min=0,
         max=1,
         when=only(ESTIMATOR, *PER_TOKEN, why="which looks at one reward per trajectory"),
-        read="step",
     )
     lam: float = option(
         1.0,
@@ -202,7 +201,6 @@ class AlgorithmConfig(Section):
         min=0,
         max=1,
         when=only(ESTIMATOR, "gae", why="which looks at one reward per trajectory"),
-        read="step",
     )
     use_kl_in_reward: bool = option(
         False, "Subtract a KL penalty to the reference policy from the reward, token by token."
@@ -211,7 +209,6 @@ class AlgorithmConfig(Section):
         "kl",
         "Its estimator (k1 = kl, k2 = mse).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
-        read="step",
         when=switched_on(KL_IN_REWARD, why=f"{KL_LOSS}=True has its own kl_loss_type"),
     )
     kl_ctrl: dict[str, Any] = option(
@@ -219,7 +216,6 @@ class AlgorithmConfig(Section):
         "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
         "(0.1) and `horizon` (10000 trajectories).",
         options=KLControlOptions,
-        read="step",
         when=switched_on(KL_IN_REWARD, why="no reference policy would be loaded and no penalty taken"),
     )
     gdpo_reward_weights: dict[str, float] = option(
@@ -231,7 +227,6 @@ class AlgorithmConfig(Section):
         True,
         "Divide by the group's standard deviation (False: Dr.GRPO).",
         when=only(ESTIMATOR, "grpo", "grpo_passk"),
-        read="step",
     )
     rollout_correction: dict[str, Any] = option(
         {},
@@ -268,8 +263,8 @@ class TrainerConfig(Section):
     )
     critic_warmup: int = option(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
     test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.")
-    val_before_train: bool = option(True, "Validate before the first step.", read="step")
-    val_only: bool = option(False, "Validate and stop.", read="step")
+    val_before_train: bool = option(True, "Validate before the first step.")
+    val_only: bool = option(False, "Validate and stop.")
     save_freq: int = option(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
     max_actor_ckpt_to_keep: int | None = option(
         2, "Newest checkpoints kept, and the best validated one; null = all.", min=1
@@ -373,7 +368,6 @@ class ActorRolloutRefConfig(Section):
         "The frozen reference policy.",
         when=any_of(switched_on(KL_LOSS), switched_on(KL_IN_REWARD)),
         allow_unused=True,
-        read="step",
     )
 
 
@@ -383,7 +377,7 @@ class Config(Section):
 
     data: DataConfig = option(DataConfig, "Rows.")
     actor_rollout_ref: ActorRolloutRefConfig = option(ActorRolloutRefConfig, "The worker group.")
-    critic: CriticConfig = option(CriticConfig, "Values of states, for PPO.", when=GAE, read="step")
+    critic: CriticConfig = option(CriticConfig, "Values of states, for PPO.", when=GAE)
     reward: RewardConfig = option(RewardConfig, "Scores.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages.")
     trainer: TrainerConfig = option(TrainerConfig, "The loop.")
@@ -414,8 +408,6 @@ class Leaf:
     when: Condition | None
     """Under which condition it means something; its sections' conditions are part of it."""
     allow_unused: tuple[Any, ...] | bool
-    read: str
-    """When a run reads it: start, step or validation."""
 
     @property
     def is_open(self) -> bool:
@@ -432,7 +424,6 @@ class SectionNode:
     doc: str
     when: Condition | None
     allow_unused: tuple[Any, ...] | bool
-    read: str
 
 
 def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
@@ -444,14 +435,13 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
         conditions = [condition for condition in (inherited, meta["when"]) if condition is not None]
         when = all_of(*conditions) if len(conditions) > 1 else next(iter(conditions), None)
         allow_unused = meta["allow_unused"] or (above is not None and above.allow_unused)
-        read = above.read if above is not None and meta["read"] == "start" else meta["read"]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            section = SectionNode(key, hint, meta["doc"], when, allow_unused, read)
+            section = SectionNode(key, hint, meta["doc"], when, allow_unused)
             yield section
             yield from _walk(hint, section)
         else:
             made = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-            yield Leaf(key, hint, made, meta["doc"], meta, when, allow_unused, read)
+            yield Leaf(key, hint, made, meta["doc"], meta, when, allow_unused)
 
 
 @functools.cache

@@ -52,7 +52,6 @@ from verl_mt.trainer.build_rollout import (
     validation_sampling,
 )
 from verl_mt.trainer.checkpoint import CheckpointStore
-from verl_mt.trainer.config_reads import reads_recorded, write_reads
 from verl_mt.trainer.display import Display
 from verl_mt.trainer.dynamic_sampling import Selection
 from verl_mt.trainer.ppo_trainer import PPOTrainer
@@ -92,7 +91,6 @@ TRAINERS = {
 """What makes the steps; with `trainer.debug_mode=rollout_only` nothing is trained."""
 
 
-@reads_recorded
 def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost: Path | None = None) -> PPOTrainer:
     """Put a trainer together. Everything that can be wrong with the input is found here, before any training step.
 
@@ -148,7 +146,6 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             export=partial(_export, weights, chat, run) if config.trainer.export_at_end else lambda: None,
         )
         _resume(trainer, state, run)
-        write_reads(run.path)
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer

@@ -1,7 +1,7 @@
 """The run directory: which one this run uses, whether it resumes, and who holds it.
 
-`runs/<experiment>/` holds `config.yaml`, `config_reads.json` (who reads each key), `metrics.jsonl`, `rollouts/`,
-`checkpoints/`, `tensorboard/`, `hf/` and, once the run is over, `FINISHED`.
+`runs/<experiment>/` holds `config.yaml`, `metrics.jsonl`, `rollouts/`, `checkpoints/`, `tensorboard/`,
+`hf/` and, once the run is over, `FINISHED`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNFOLDED = 10**6
 _LOCK_PATIENCE_S = 0.1
 """Whoever looks who holds a lock holds it himself, for a moment."""
 _BEFORE_THE_FIRST_STEP = (
-    "config.yaml", ".config.yaml", run_origin.FILE, "config_reads.json", ".wandb_id", ".mlflow_id", "spans.jsonl",
+    "config.yaml", ".config.yaml", run_origin.FILE, ".wandb_id", ".mlflow_id", "spans.jsonl",
 )  # fmt: skip
 _ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
 """Of `data`: which rows there are. They may change where `trainer.resume_mode=other_data` asks for it."""
