@@ -155,12 +155,6 @@ def test_a_drifted_sequence_without_an_advantage_stays():
     assert kept == [True, False]
 
 
-def test_log_probs_of_the_proximal_policy_lie_by_age_between_sampler_and_policy():
-    new = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True)
-    found = c.interpolated_log_probs(new, torch.tensor([[-2.0, -2.0, -5.0]]), torch.tensor([[0, 1, 3]]))
-    assert found.tolist() == [[-2.0, -1.5, -2.0]] and not found.requires_grad
-
-
 def test_a_ratio_is_bounded_and_so_is_its_divergence():
     log_ratio = torch.tensor([[-30.0, -20.0, 0.0, 20.0, 30.0]], dtype=torch.float64)
     bounds = [math.exp(-20), math.exp(-20), 1.0, math.exp(20), math.exp(20)]

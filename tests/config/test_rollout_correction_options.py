@@ -14,7 +14,6 @@ from verl_mt.errors import ConfigError, UnknownKeyError
 pytestmark = pytest.mark.slow  # many configurations
 KEY = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
-INTERPOLATED = f"{ACTOR}.use_sampler_log_probs=interpolated"
 
 
 def options(*words: str) -> RolloutCorrectionOptions:
@@ -153,20 +152,6 @@ def test_numbers_that_make_no_sense_are_refused(given, text):
             "a product over all of them is the ratio of none; use token, or geometric",
         ),
         ([f"{KEY}.rollout_is=token", f"{KEY}.rollout_is_threshold=0.1"], "leaves out 1"),
-        ([f"{KEY}.rollout_is=sequence", INTERPOLATED], f"{KEY}.rollout_is=sequence with {INTERPOLATED}: it is decided"),
-        (
-            [f"{KEY}={{rollout_is: token, rollout_is_batch_normalize: true}}", INTERPOLATED],
-            f"{KEY}.rollout_is_batch_normalize=True with {INTERPOLATED}: it is decided over the whole batch",
-        ),
-        ([f"{KEY}.rollout_rs=seq_mean_k3", INTERPOLATED], "set use_sampler_log_probs=auto, or correct by token"),
-        ([f"{KEY}.rollout_token_veto_threshold=1e-4", INTERPOLATED], "rollout_token_veto_threshold=0.0001 with"),
-        *(
-            (
-                [f"{ACTOR}.policy_loss.loss_mode={loss}", INTERPOLATED],
-                f"{INTERPOLATED} with policy_loss.loss_mode={loss}",
-            )
-            for loss in ("gspo", "real", "clip_cov", "kl_cov")
-        ),
     ],
 )
 def test_what_a_correction_does_not_go_with_is_refused_with_the_reason(words, text):
@@ -180,17 +165,11 @@ def test_a_pure_policy_gradient_names_the_loss_to_use(word):
         compose([word])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"{KEY}={{rollout_is: token, rollout_rs: token_k3, rollout_rs_threshold: 0.1}}"],
-        [f"{KEY}.off_policy_sequence_mask_delta=0.01"],
-        [f"{ACTOR}.policy_loss.loss_mode=fipo", "trainer.max_staleness=2"],
-        [f"{ACTOR}.policy_loss.loss_mode=my.loss"],
-    ],
-)
-def test_what_is_decided_where_a_token_passes_goes_with_interpolated_log_probs(words):
-    check(compose([INTERPOLATED, *words]))
+def test_interpolated_log_probs_were_removed_and_the_refusal_names_what_to_set():
+    with pytest.raises(ConfigError) as raised:
+        compose([f"{ACTOR}.use_sampler_log_probs=interpolated"])
+    said = str(raised.value)
+    assert f"{ACTOR}.use_sampler_log_probs=interpolated" in said and "'interpolated' was removed. Set auto" in said
 
 
 def test_sequence_masking_goes_with_the_samplers_log_probs_and_sequence_weights_with_gspo():

@@ -10,7 +10,7 @@ comes from the logits at t - 1. A *sequence* is a trajectory with all its record
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,14 +211,11 @@ def update_policy(module: nn.Module, batch: Any, options: Options) -> Result:
     result, optimizer = Result(), AdamW([p for p in module.parameters() if p.requires_grad], options)
     with torch.no_grad():
         result.before, _ = log_probs(module, batch, options.temperature)
-    active, passed = active_rows(batch, options), torch.zeros(len(batch), dtype=torch.bool)
+    active, old = active_rows(batch, options), old_log_probs(options, batch, result.before)
     sums = dict.fromkeys(("pg_loss", "kl_loss", "entropy", "ppo_kl", "clipfrac", "grad_norm", "tokens", "steps"), 0.0)
     for rows, share in mini_batches(batch, options):
         if not (rows & active).any():
             continue
-        old = old_log_probs(options, batch, result.before, passed if result.gradients else active & rows)
-        if not result.gradients:
-            passed = active & rows
         found = loss_of(module, batch, options, (rows, active), old)
         weights = torch.where(rows[:, None], found.pop("weights") * share, 0.0)
         terms = {name: (found.pop(name) * weights).sum() for name in ("pg", "kl", "bonus")}
@@ -232,33 +229,24 @@ def update_policy(module: nn.Module, batch: Any, options: Options) -> Result:
     return result
 
 
-def old_log_probs(options: Options, batch: Any, before: Tensor, passed: Tensor) -> Callable[[Tensor], Tensor]:
-    """Current log-probs -> those that ratios are taken to: by the weights before the update; by the sampler
-    (`always`); or between the sampler's and the current ones, d / (d + 1) of the way for a token of age d, in rows that
-    had not passed before the first step (A-3PO, 2512.06547)."""
-    known = with_sampler(batch)
+def old_log_probs(options: Options, batch: Any, before: Tensor) -> Tensor:
+    """Ratios are taken to them: by the weights before the update; by the sampler (`always`)."""
     if options.old == "always":
-        return lambda current: torch.where(known, batch[col.ROLLOUT_LOG_PROBS].double(), before)
-    if options.old == "interpolated":
-        computed = passed | (known != batch[col.LOSS_MASK]).any(1)
-        sampler, way = batch[col.ROLLOUT_LOG_PROBS], batch[col.AGES] / (batch[col.AGES] + 1)
-        near = known & ~computed[:, None]
-        return lambda current: torch.where(near, sampler + way * (current - sampler), before)
-    return lambda current: before
+        return torch.where(with_sampler(batch), batch[col.ROLLOUT_LOG_PROBS].double(), before)
+    return before
 
 
 def loss_of(
-    module: nn.Module, batch: Any, options: Options, which: tuple[Tensor, Tensor], old_of: Any
+    module: nn.Module, batch: Any, options: Options, which: tuple[Tensor, Tensor], old: Tensor
 ) -> dict[str, Tensor]:
     """Terms of the loss and numbers for the metrics of one mini-batch.
 
     Args:
         which: rows of the mini-batch, and rows of the batch that pass.
-        old_of: see `old_log_probs`.
+        old: see `old_log_probs`.
     """
     rows, active = which
     logp, entropy = log_probs(module, batch, options.temperature)
-    old = old_of(logp.detach())
     mask = batch[col.LOSS_MASK] & rows[:, None]
     sampled = mask & batch[col.SAMPLED]
     owner, advantage = batch[col.TRAJECTORY_INDEX], torch.where(mask, batch[col.ADVANTAGES], 0.0)

@@ -340,8 +340,6 @@ SEVERAL = {"ppo_mini_batch_size": 1}
             SEVERAL | {"use_sampler_log_probs": "always"}, None, [[2]],
             [*SAMPLERS[:2], COMPUTED, SAMPLERS[3]],
         ),
-        (SEVERAL | {"use_sampler_log_probs": "interpolated"}, None, [[2]], [NOTHING, NOTHING, COMPUTED, NOTHING]),
-        ({"use_sampler_log_probs": "interpolated"}, None, [], [NOTHING] * 4),
         ({}, {"rollout_is": "token"}, [], [NOTHING] * 4),
         ({}, {"rollout_is": "sequence"}, [[0, 1, 2]], [NOTHING] * 4),
         (SEVERAL, {"rollout_is": "sequence"}, [[0, 1, 2]], [COMPUTED] * 3 + [NOTHING]),
@@ -363,8 +361,6 @@ def test_log_probs_that_ratios_are_taken_to(options, correction, asked, expected
     assert (col.CORRECTION in share.rows.keys()) == decided  # noqa: SIM118
     if decided:  # -1 and -1.5 of both rows against -1, -2, -3 and -4: together e^5, which is cut to 2
         assert share.rows[col.CORRECTION].tolist() == [[1, 2, 2], [1, 2, 2], [1, 1, 1], [1, 1, 1]]
-    if options.get("use_sampler_log_probs") == "interpolated" and options.keys() & SEVERAL.keys():
-        assert old is share.rows[col.OLD_LOG_PROBS], "what passes before the first change fills it in"
 
 
 @pytest.mark.parametrize(("device", "moved_to"), [(None, "cpu"), ("meta", torch.device("meta"))])
@@ -658,19 +654,3 @@ def test_what_the_configuration_says_of_updates():
     plan = UpdatePlan(actor.config.optim, 2, 3, False, 0.25, "actor_rollout_ref.actor", True, True)
     assert actor._plan == plan and actor.offloads and (actor._temperature, actor._norm_constant) == (0.5, 8.0)
     assert actor._total_updates == 14 and actor.progress()["lora"] is None
-
-
-@pytest.mark.parametrize("has", [True, False])
-def test_tokens_without_an_age_are_those_of_the_steps_own_weights(monkeypatch, has):
-    """Old log-probs are then the sampler's."""
-    actor, _ = small_actor(use_sampler_log_probs="interpolated")
-    passing(monkeypatch, actor)
-    share = prepared(actor, four_rows(input_ids=IDS))
-    if has:
-        share.rows[col.AGES] = torch.ones(4, 3, dtype=torch.int32)
-    metrics = UpdateMetrics()
-    metrics.num_updates = 1
-    rows = torch.tensor([0])
-    actor._forward_backward(share, rows, rows, torch.full((4, 3), NAN), metrics)
-    kl = (-1.0 + 0.2 - 2.0 + 0.5) / 2  # the sampler's -1 and -2 less -0.2 and -0.5
-    assert metrics.summary()["actor/ppo_kl"] == pytest.approx(kl / 2 if has else kl)

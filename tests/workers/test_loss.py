@@ -346,7 +346,6 @@ def test_the_slope_of_an_on_policy_loss_is_known_in_advance(options, known):
         assert loss.slope_where_known(batch, mini, old) is None, "an old log-prob is another one"
         outside = torch.tensor([[-1.0, NAN, NAN, NAN]]).double()
         assert torch.equal(loss.slope_where_known(batch, mini, outside), found), "in the loss"
-        assert loss.slope_where_known(batch, replace(mini, age_BT=torch.zeros(1, 4)), unknown) is None
         loss.record = replace(loss.record, slope_known=False)
         assert loss.slope_where_known(batch, mini, unknown) is None
         loss.record = replace(loss.record, slope_known=True)
@@ -410,14 +409,12 @@ def test_a_mini_batch_knows_its_own_rows_only():
 
 
 def test_a_part_of_a_mini_batch_has_all_that_is_known_of_its_rows():
-    mini = MiniBatch(*torch.arange(6.0).reshape(2, 3), {"x": torch.tensor([1, 2, 3])}, torch.arange(3), torch.ones(3))
+    mini = MiniBatch(*torch.arange(6.0).reshape(2, 3), {"x": torch.tensor([1, 2, 3])}, torch.arange(3))
     part = mini.part(torch.tensor([2, 0]))
     assert part.weights_BT.tolist() == [2, 0] and part.drift_B.tolist() == [5, 3]
-    assert (
-        part.arguments["x"].tolist() == [3, 1] and part.share_BT.tolist() == [2, 0] and part.age_BT.tolist() == [1, 1]
-    )
+    assert part.arguments["x"].tolist() == [3, 1] and part.share_BT.tolist() == [2, 0]
     bare = MiniBatch(torch.arange(3.0)).part(torch.tensor([1]))
-    assert (bare.drift_B, bare.share_BT, bare.age_BT, bare.arguments) == (None, None, None, {})
+    assert (bare.drift_B, bare.share_BT, bare.arguments) == (None, None, {})
 
 
 def test_the_tokens_of_the_largest_covariances_in_numbers():

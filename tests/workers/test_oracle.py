@@ -40,7 +40,7 @@ FACTORS: dict[str, list[Any]] = {
     "correction": list(CORRECTIONS),
     "loss": ["vanilla", "gspo", "cispo", "sapo", "gpg"],
     "aggregation": [None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"],
-    "old": ["auto", "never", "always", "interpolated"],
+    "old": ["auto", "never", "always"],
     "updates": [(1, None), (2, None), (1, 3), (1, 1)],
     "split": [{}, {"ppo_micro_batch_size": 2}, {"ppo_max_token_len": 40}, {"ppo_max_token_len": 1}],
     "passes": [PLAIN, Passes(True, False), Passes(True, True)],
@@ -51,18 +51,13 @@ FACTORS: dict[str, list[Any]] = {
     "executions": [False, True],
 }
 """Options of an update and their values; `updates` = (epochs, prompts of a mini-batch)."""
-WHOLE_BATCH = {"sequence", "geometric", "rejected"}
 
 
 def refused(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     """Whether the configuration refuses two values together."""
     pair = dict([one, other])
     correction, old, loss = pair.get("correction", "none"), pair.get("old"), pair.get("loss")
-    return (
-        (old == "always" and correction != "none")
-        or (old == "interpolated" and (loss == "gspo" or correction in WHOLE_BATCH))
-        or (loss == "gspo" and correction in ("token", "icepop"))
-    )
+    return (old == "always" and correction != "none") or (loss == "gspo" and correction in ("token", "icepop"))
 
 
 def all_pairs() -> set[tuple[tuple[str, int], tuple[str, int]]]:

@@ -214,29 +214,6 @@ def off_policy_sequences(
     return mask.bool() & ~(drifted_B.unsqueeze(1) & (advantages < 0))
 
 
-def interpolated_log_probs(log_probs: Tensor, rollout_log_probs: Tensor, ages: Tensor) -> Tensor:
-    """Log-probs of the proximal policy, the one before a step's updates, without a forward pass of it::
-
-        log pi_behave + d / (d + 1) (log pi_theta - log pi_behave)
-
-    A token that was sampled d steps before is d of the d + 1 steps that lie between its sampler and the weights that
-    the step ends with. Those of the step's own weights (d = 0) have the sampler's log-probs.
-
-    Li et al. 2025 (A-3PO, arXiv:2512.06547; `loglinear` in AReaL, whose code has d - 1 in place of d above 0: it counts
-    the policy in its update as the one before it).
-
-    Args:
-        log_probs: [B, T] by the current policy.
-        rollout_log_probs: [B, T] by the sampler.
-        ages: [B, T], d of each token: steps, never negative.
-
-    Returns:
-        [B, T] without gradient.
-    """
-    share = ages / (ages + 1)
-    return rollout_log_probs + share * (log_probs.detach() - rollout_log_probs)
-
-
 def effective_sample_size(weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """(sum w)^2 / (n sum w^2) in (0, 1]: the share of tokens that a weighted mean is worth (Kong 1992); 1 for none.
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.declare import Section, is_set, option, switched_on
-from verl_mt.config.options import RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, ReadsClip, read_policy_loss
 
 _OF_SEQUENCES = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.aggregation == "seq-mean-token-mean")
@@ -183,10 +182,12 @@ class ActorConfig(Section):
     use_sampler_log_probs: str = option(
         "auto",
         "Old log-probs: auto = recomputed, unless a step is one update (ratios are 1 then); always = the sampler's; "
-        "never = recomputed, then too; interpolated = as auto without a pass for them: after a step's first update "
-        "they are between the sampler's and the current ones, the nearer to these the older the token (A-3PO, "
-        "arXiv:2512.06547; docs/asynchronous.md).",
-        choices=("auto", "always", "never", "interpolated"),
+        "never = recomputed, then too.",
+        choices=("auto", "always", "never"),
+        removed={
+            "interpolated": "Set auto, which computes the log-probs that it approximated (one more forward pass in a "
+            "step of several updates), or always, which needs no pass."
+        },
     )
 
     @property
@@ -199,25 +200,6 @@ class ActorConfig(Section):
         """(low, high): the ratio is trusted in [1 - low, 1 + high]."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         return low, self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
-
-def problems_of_interpolation(actor: ActorConfig, correction: RolloutCorrectionOptions) -> Iterator[str]:
-    """What decides from old log-probs before a micro-batch passes, where they are to be known only then."""
-    if actor.use_sampler_log_probs != "interpolated":
-        return
-    asked = "actor_rollout_ref.actor.use_sampler_log_probs=interpolated"
-    if correction.over_batch:
-        yield (
-            f"{' and '.join(correction.over_batch)} with {asked}: it is decided over the whole batch, from log-probs "
-            "of the forward pass that interpolated is there to save; set use_sampler_log_probs=auto, or correct by "
-            "token alone (rollout_is=token, rollout_rs=token)"
-        )
-    name = actor.policy_loss.get("loss_mode")
-    if name in POLICY_LOSSES and POLICY_LOSSES[name].over_mini_batch is not None:
-        yield (
-            f"{asked} with policy_loss.loss_mode={name}, which decides over a whole mini-batch before its tokens pass, "
-            "where there is nothing to interpolate with yet; set use_sampler_log_probs=auto, or take a loss per token"
-        )
 
 
 def problems_of_ranks(model: ModelConfig, actor: ActorConfig, num_ranks: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.actor import problems_of_interpolation, problems_of_ranks
+from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.declare import shown
 from verl_mt.config.options import (
     KL_CTRL,
@@ -414,7 +414,6 @@ def _corrections(config: Config) -> Iterator[str]:
             "already, and the trainer's log-probs that a correction compares with it are not computed; use auto, or "
             "leave the correction out"
         )
-    yield from problems_of_interpolation(actor, options)
     by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
     loss_mode = actor.policy_loss.get("loss_mode")
     if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[loss_mode].by_trajectory:

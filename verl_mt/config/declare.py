@@ -178,6 +178,8 @@ class Limits(TypedDict, total=False):
     """Exclusive upper bound."""
     choices: Collection[Any]
     """The values it may take."""
+    removed: dict[Any, str]
+    """Values of earlier versions, with what to set instead."""
     plugin: bool
     """Beside the choices, the dotted path or file.py:name of an object of the user's."""
     also: dict[Any, Any]
@@ -284,6 +286,9 @@ def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     ConfigError: the value is out of bounds, not finite or not among the choices.
     """
     choices, low, high, below = (metadata.get(k) for k in ("choices", "min", "max", "below"))
+    removed = metadata.get("removed", {})
+    if value in list(removed):
+        raise ConfigError(f"{name}: {value!r} was removed. {removed[value]}")
     plugin = metadata.get("plugin", False)
     known = choices is None or value in choices or value in list(metadata.get("also", ()))
     if not known and not (plugin and names_code(value)):

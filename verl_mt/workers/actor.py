@@ -73,9 +73,7 @@ class ActorWorker(Trainable):
 
         With one mini-batch and one epoch the policy that is updated is the one that sampled: the old log-probs are
         the current ones, detached (ratio exactly 1), and one forward pass does everything. Otherwise the old
-        log-probs are computed once, before the first change of the weights. With `use_sampler_log_probs=interpolated`
-        they are not: rows that pass before that change have those of that pass, and tokens of the others some between
-        the sampler's and the current ones (`interpolated_log_probs`).
+        log-probs are computed once, before the first change of the weights.
 
         Loss denominators are taken over a whole mini-batch; no micro-batch split changes the gradient. A last
         mini-batch of fewer prompts weighs as much less (`_token_weights`).
@@ -209,14 +207,7 @@ class ActorWorker(Trainable):
             everything = WholeMiniBatch.of(rank_batch, torch.arange(len(stats)), here[columns.OLD_LOG_PROBS])
             factors = correction.factors(everything.old_NT, everything.batch)
             here[columns.CORRECTION] = rank_batch.back(factors, everything.numbers)
-        if self._interpolates and not on_policy:
-            return here[columns.OLD_LOG_PROBS]  # itself: what passes before the first change fills it in
         return old if on_policy else torch.where(torch.isnan(old), here[columns.OLD_LOG_PROBS], old)
-
-    @property
-    def _interpolates(self) -> bool:
-        """Where a pass of its own would be needed for old log-probs, they are taken from between two others."""
-        return self.config.use_sampler_log_probs == "interpolated"
 
     def _asked_old(self, here: TensorDict) -> Tensor:
         """[b, T]: the sampler's log-probs where ratios are to be taken to it; NaN elsewhere."""
@@ -229,7 +220,7 @@ class ActorWorker(Trainable):
     def _lacks_old(self, stats: BatchStats) -> Tensor:
         """bool [B]: rows of the loss with a token whose old log-prob takes a pass of its own."""
         by_sampler_B = stats.num_sampled_B * stats.has_log_probs_B
-        if self.config.use_sampler_log_probs != "always" and not self._interpolates:
+        if self.config.use_sampler_log_probs != "always":
             by_sampler_B = torch.zeros_like(by_sampler_B)
         return stats.num_in_loss_B > by_sampler_B
 
@@ -274,8 +265,6 @@ class ActorWorker(Trainable):
         if config.top_entropy_quantile < 1:
             entropies_bT = self._compute_log_probs(rank_batch, rows, entropy=True)
             mini = replace(mini, share_BT=self.loss.uncertain(whole, entropies_bT))
-        if self._interpolates and metrics.num_updates:
-            mini = replace(mini, age_BT=here.get(columns.AGES, torch.zeros_like(old_bT)))
         loss, seen_bT = torch.zeros((), device=self.device), torch.full_like(old_bT, math.nan)
         parts = micro_batches(
             rank_batch,

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
 from verl_mt.algorithms.contrast import contrast_slopes
-from verl_mt.algorithms.corrections import interpolated_log_probs
 from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.losses import sequence_log_ratio
@@ -124,9 +123,6 @@ class MiniBatch:
     """Of the policy loss: what the `over_mini_batch` of its record returned."""
     share_BT: Tensor | None = None
     """Factor of the policy loss of each token; None = 1."""
-    age_BT: Tensor | None = None
-    """The `ages` of the batch, where old log-probs that nobody computed are between the sampler's and the current ones;
-    None = they are the current ones."""
 
     def part(self, rows: Tensor) -> MiniBatch:
         """Of some rows."""
@@ -135,7 +131,6 @@ class MiniBatch:
             weights_BT=self.weights_BT[rows],
             drift_B=None if self.drift_B is None else self.drift_B[rows],
             share_BT=None if self.share_BT is None else self.share_BT[rows],
-            age_BT=None if self.age_BT is None else self.age_BT[rows],
             arguments={name: value[rows] for name, value in self.arguments.items()},
         )
 
@@ -202,16 +197,12 @@ class ActorLoss:
             output: of the current policy.
             micro: the rows of the batch; what a correction decides over a whole batch is in it.
             mini: these rows' part of what was taken over the whole mini-batch.
-            old_BT: log-probs that ratios are taken to; NaN = the current ones, detached, or with `mini.age_BT` for what
-                has a sampler's log-prob those between.
+            old_BT: log-probs that ratios are taken to; NaN = the current ones, detached.
         """
         config = self._config
         # A view: a gradient that is only looked at (`_clipped`) must not reach the hooks of a sharded policy's output.
         log_probs_BT, entropy_BT = output.log_probs_BT.view_as(output.log_probs_BT), output.entropy_BT
         assert entropy_BT is not None
-        if mini.age_BT is not None:
-            between_BT = interpolated_log_probs(log_probs_BT, micro[columns.ROLLOUT_LOG_PROBS], mini.age_BT)
-            old_BT = torch.where(torch.isnan(old_BT) & with_log_probs(micro), between_BT, old_BT)
         old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
         weights_BT, advantages_BT, in_loss_BT = mini.weights_BT, micro[columns.ADVANTAGES], micro[columns.LOSS_MASK]
         sampled_BT = in_loss_BT & micro[columns.SAMPLED]
@@ -265,7 +256,7 @@ class ActorLoss:
         """
         config = self._config
         other_terms = config.use_kl_loss or config.entropy_coeff != 0 or self.correction is not None
-        if other_terms or not self.record.slope_known or mini.age_BT is not None:
+        if other_terms or not self.record.slope_known:
             return None
         if not bool((torch.isnan(old_BT) | ~micro[columns.LOSS_MASK]).all()):
             return None

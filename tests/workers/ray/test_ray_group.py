@@ -14,7 +14,6 @@ import torch
 from actor_toys import REWARDS, make_batch, tiny_policy
 from ray.exceptions import OutOfMemoryError, RayTaskError
 from tables import before_release
-from test_loss import drifting
 
 from verl_mt.config.actor import ActorConfig, ModelConfig, OptimConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
@@ -83,21 +82,6 @@ def test_an_update_is_the_one_of_a_single_process(groups):
     for name, parameter in inline.policy_module.named_parameters():
         torch.testing.assert_close(dict(copy.named_parameters())[name], parameter, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(on_ray.compute_log_probs(batch), inline.compute_log_probs(batch), atol=1e-3, rtol=1e-3)
-
-
-def test_the_ages_of_tokens_reach_the_ranks(cluster, config):
-    """Old log-probs of the later mini-batches are interpolated by them."""
-    actor = replace(config.actor, use_sampler_log_probs="interpolated", ppo_mini_batch_size=1)
-    config, found = replace(config, actor=actor), []
-    for placement in ("inline", TWO):
-        group = build(config, placement)
-        batch = drifting(1)
-        batch[col.AGES] = torch.where(batch[col.SAMPLED], 3, 0).to(torch.int32)
-        group.add_ref_log_probs(batch)
-        found.append(group.update(batch))
-        group.close()
-    inline, on_ray = found
-    assert on_ray == pytest.approx(inline, abs=1e-4, rel=1e-3)
 
 
 def test_weights_go_round_in_buckets_of_whole_layers(groups):

@@ -59,7 +59,7 @@ which may be training's."""
 _SENT = (
     columns.INPUT_IDS, columns.ATTENTION_MASK, columns.SAMPLED, columns.LOSS_MASK, columns.ROLLOUT_LOG_PROBS,
     columns.ADVANTAGES, columns.REF_LOG_PROBS, columns.TRAJECTORY_INDEX, columns.PROMPT_INDEX, columns.HAS_LOG_PROBS,
-    columns.VALUES, columns.RETURNS, columns.MEDIA, columns.EXECUTION_INDEX, columns.GROUP_INDEX, columns.AGES,
+    columns.VALUES, columns.RETURNS, columns.MEDIA, columns.EXECUTION_INDEX, columns.GROUP_INDEX,
 )  # fmt: skip
 """Columns that workers read; the others stay here."""
 

@@ -91,13 +91,10 @@ def ratios(subject: Subject) -> Iterator[Finding]:
             f"the engine samples with {changed}: another policy than the one that is trained",
             "add algorithm.rollout_correction.rollout_is=token, or leave it out",
         )
-    prompts = subject.config.data.train_batch_size
-    several = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    of_sampler = {"always": "first", "interpolated": "second" if several else None}.get(actor.use_sampler_log_probs)
-    if of_sampler and changed:
+    if actor.use_sampler_log_probs == "always" and changed:
         yield error(
-            f"{_ACTOR}.use_sampler_log_probs={actor.use_sampler_log_probs} with {changed}: the ratios of "
-            f"the {of_sampler} update are the engine's error",
+            f"{_ACTOR}.use_sampler_log_probs=always with {changed}: the ratios of the first update are the engine's "
+            "error",
             "set use_sampler_log_probs=auto",
         )
     if not 0.3 <= rollout.temperature <= 1.5 and not subject.config.trainer.val_only:
