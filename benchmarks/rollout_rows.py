@@ -1,4 +1,4 @@
-"""What rollout rows cost the trainer's process: columns (Parquet), sealed elsewhere or not, against lines of JSON.
+"""What rollout rows cost the trainer's process, sealed in a rollout worker or not.
 
     python benchmarks/rollout_rows.py [--trajectories 512] [--tokens 2000] [--turns 4] [--repetitions 3] [--folder F]
 
@@ -59,11 +59,7 @@ def main() -> None:
         args.out,
         [{"tokens": num_tokens, **row} for row in [*rows, {"way": "sealing, in the worker", "CPU s": sealing}]],
     )
-    lines = found["jsonl"]
-    print(
-        f"rollout rows: jsonl / parquet = {lines / found['parquet']:.1f}, jsonl / parquet sealed elsewhere = "
-        f"{lines / found['sealed']:.1f} in CPU; {sizes['jsonl'] / sizes['parquet']:.1f} in bytes"
-    )
+    print(f"rollout rows: parquet / parquet sealed elsewhere = {found['parquet'] / found['sealed']:.1f} in CPU")
 
 
 def trajectory(rng: random.Random, group: int, number: int, num_tokens: int, turns: int) -> Trajectory:
@@ -117,8 +113,8 @@ def measure(
     batch[columns.ADVANTAGES] = torch.randn(len(batch), 1) * batch[columns.LOSS_MASK]
     batch[columns.OLD_LOG_PROBS] = batch[columns.ROLLOUT_LOG_PROBS] + 1e-5 * torch.randn(batch[columns.INPUT_IDS].shape)
 
-    def write(form: str, sealed: bool) -> Callable[[], Any]:
-        files = RolloutFiles(folder / form, str, form)
+    def write(sealed: bool) -> Callable[[], Any]:
+        files = RolloutFiles(folder, str)
         files.training(0, groups, None)  # the texts of tokens, once in a run
         files.flush()
 
@@ -132,12 +128,10 @@ def measure(
 
     seal(groups[0].trajectories)  # imports
     sealing, parts = timed(lambda: [seal(g.trajectories) for g in groups])
-    ways = {"jsonl": write("jsonl", False), "parquet": write("parquet", False), "sealed": write("parquet", True)}
+    ways = {"parquet": write(False), "sealed": write(True)}
     found = {name: min(timed(way)[0] for _ in range(repetitions)) for name, way in ways.items()}
-    by_form = {
-        form: (folder / form / "rollouts" / f"step_000001.{form}").stat().st_size for form in ("jsonl", "parquet")
-    }
-    return found, sealing, by_form | {"sealed": by_form["parquet"]}
+    size = (folder / "rollouts" / "step_000001.parquet").stat().st_size
+    return found, sealing, dict.fromkeys(ways, size)
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from row_formats import as_parquet
 
 from verl_mt import export, sft
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config_paths import configs_root
+from verl_mt.data.row_files import read_rows
 from verl_mt.data.run_files import read_jsonl_tolerant, trajectory_to_row, write_rows
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
-from verl_mt.extensions.inspection.report.rows import main as rows_command
 from verl_mt.extensions.supervised import training as supervised
 from verl_mt.extensions.supervised.demonstration_rows import Demonstrations, load_demonstrations
 from verl_mt.modeling.load import load_causal_lm
@@ -158,7 +159,7 @@ def test_rollouts_are_trained_with_the_ids_that_were_sampled(chat, tmp_path):
     assert (len(found.trajectories), found.num_low) == (1, 2)
     assert found.trajectories[0].records[0].token_ids == good.records[0].token_ids
     assert len(load_demonstrations(tmp_path, chat, "--data").trajectories) == 2
-    assert rows_command([str(tmp_path), "--to", "parquet"]) == 0
+    as_parquet(tmp_path)
     for source in (tmp_path, tmp_path / "rollouts" / "step_000001.parquet"):
         again = load_demonstrations(source, chat, "--data")
         assert again.trajectories == load_demonstrations(tmp_path, chat, "--data").trajectories
@@ -428,7 +429,7 @@ def test_a_run_is_validated_by_rollouts_as_the_trainer_does_and_may_end_at_an_ac
     assert {"val/accuracy_greedy", "val/tool_calls_mean"} <= lines[1].keys()
     said = " ".join(capsys.readouterr().out.split())
     assert "validation after step 2: accuracy" in said and "ended at accuracy" in said
-    rows = read_jsonl_tolerant(tmp_path / "out" / "rollouts" / "val_000002.jsonl")
+    rows = list(read_rows(tmp_path / "out" / "rollouts" / "val_000002.parquet"))
     assert len(rows) == 10 and any(row["tool_calls"] for row in rows)  # with the run's tools
     assert (tmp_path / "out" / "FINISHED").exists()
 

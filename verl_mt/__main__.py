@@ -18,13 +18,9 @@ from verl_mt.extension_points import find, known, own
 
 COMMANDS = {
     "train": ("trainer", "train a policy on multi-turn rollouts"),
-    "sft": ("sft", "a cold start by supervised training on conversations"),
     "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
     "convert-checkpoint": ("convert_checkpoint", "checkpoints of earlier versions in today's format"),
     "export": ("export", "a checkpoint as a plain model folder"),
-    "migrate": ("migrate", "a launch script of verl, ms-swift or slime as one of ours"),
-    "serve-tools": ("serve_tools", "a run's tools for any MCP client"),
-    "retrieval": ("retrieval", "a search server for the search tool"),
     "keys": ("config.write_reference", "all keys of the configuration, as a page"),
 }
 """Command of the core -> (module, what it does). Extensions bring more: the entry points `verl_mt.commands`."""

@@ -109,7 +109,7 @@ TRAINER = {
         "1", "the oldest tokens", probes.metric("staleness/max"), ("trainer.deterministic=False", *NOT_VALIDATED)
     ),
     "progress": Effect("on", "a live line", probes.live, ("trainer.logger=[console]", *NOT_VALIDATED)),
-    "rollout_rows": Effect("parquet", "files of another format", probes.files, NOT_VALIDATED),
+    "rollout_rows": Effect("off", "no files of rows", probes.files, NOT_VALIDATED),
     "debug_rollout_data": Effect("$RUN/{rollout_id}.pt", "a file for each step", probes.files, NOT_VALIDATED),
     "debug_mode": Effect(
         "rollout_only",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from row_formats import table_of_rows
 from test_run_files import one_record
 
-from verl_mt.data.columnar_rows import to_table
-from verl_mt.data.row_files import count_rows, read_rows, row_files, rows_of_step, write_columns, write_json
-from verl_mt.data.run_files import trajectory_to_row
+from verl_mt.data.row_files import count_rows, read_rows, row_files, rows_of_step, write_columns
+from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.errors import DataError
 
 
@@ -46,16 +46,15 @@ def test_of_a_step_in_both_formats_the_newer_file_counts(tmp_path, newer):
     ]  # fmt: skip
 
 
-def test_a_file_replaces_the_same_rows_in_the_other_format(tmp_path):
+def test_a_file_replaces_that_of_an_earlier_version(tmp_path):
     rows = [trajectory_to_row(one_record(), step=k) for k in range(3)]
     stem = tmp_path / "rollouts" / "step_000001.part"
-    path = write_json(stem, rows)
-    assert path.name == "step_000001.part.jsonl" and list(read_rows(path)) == rows and count_rows(path) == 3
-    path = write_columns(stem, to_table(rows[:2]))
+    old = stem.with_name("step_000001.part.jsonl")
+    write_rows(old, rows)
+    assert list(read_rows(old)) == rows and count_rows(old) == 3
+    path = write_columns(stem, table_of_rows(rows[:2]))
     assert path.name == "step_000001.part.parquet" and list(read_rows(path)) == rows[:2] and count_rows(path) == 2
     assert [file.name for file in stem.parent.iterdir()] == [path.name]
-    write_json(stem, rows)
-    assert [file.name for file in stem.parent.iterdir()] == ["step_000001.part.jsonl"]
 
 
 def test_rows_of_a_large_file_are_counted_without_reading_what_they_hold(tmp_path):

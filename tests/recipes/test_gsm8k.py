@@ -16,6 +16,7 @@ from warm_python import warm_python
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.data.dataset import load_rows
+from verl_mt.data.row_files import read_rows
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.rewards.base import load_reward
@@ -196,8 +197,7 @@ def test_real_rows_become_updated_weights(shared_data, tmp_path):
     assert line["group/zero_variance"] < 1
 
     questions = {json.loads(text)["question"] for text in (tasks / "gsm8k_train.jsonl").read_text().splitlines()}
-    for text in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines():
-        row = json.loads(text)
+    for row in read_rows(run / "rollouts" / "step_000001.parquet"):
         assert row["data_source"] == "openai/gsm8k"
         assert row["messages"][1]["content"] in questions
     before = AutoModelForCausalLM.from_pretrained(resolve_model_path("verl_mt://tiny")).state_dict()

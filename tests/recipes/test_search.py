@@ -18,6 +18,7 @@ from warm_python import warm_python
 
 from verl_mt.config.compose import compose, hydra_main
 from verl_mt.data.dataset import load_rows
+from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.trajectory import StopReason
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.extensions.toolbox.retrieval.lexical import read_corpus
@@ -256,8 +257,7 @@ def test_searches_among_real_passages_become_updated_weights(shared_data, tmp_pa
         assert 0 < line["tools/search/cache_hit_rate"] < 1 and line["actor/grad_norm"] > 0
         assert line["rollout/logprob_diff_max"] < 1e-3
     titles = {passage["contents"].split("\n")[0] for passage in read_corpus(corpus)}
-    rollouts = "".join(file.read_text() for file in sorted((tmp_path / "run" / "rollouts").glob("step_*.jsonl")))
-    rows = [json.loads(line) for line in rollouts.splitlines()]
+    rows = [row for file in row_files(tmp_path / "run") if file.split == "train" for row in read_rows(file.path)]
     seen = [m["content"] for row in rows for m in row["messages"] if m["role"] == "tool"]
     shown = [text.removeprefix("Doc 1(Title: ").split(") ")[0] for text in seen if text.startswith("Doc 1(Title: ")]
     assert len(shown) > 20 and set(shown) <= titles

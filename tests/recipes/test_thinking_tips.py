@@ -17,6 +17,7 @@ from warm_python import warm_python
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, hydra_main
+from verl_mt.data.row_files import read_rows
 from verl_mt.extensions.compat.schedulers.shipped import MathTipsMultiTurnScheduler, ThinkingModelTipsScheduler
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.drivers import DriverParts, build_driver
@@ -110,7 +111,7 @@ def test_a_real_step_with_a_model_of_a_million_parameters(tmp_path):
     assert line["rollout/trajectories"] == 32 and line["rollout/failed"] == line["rollout/aborted"] == 0
     assert line["rollout/logprob_diff_max"] < 1e-3
     assert 0 < line["reward/mean"] < 1 and line["actor/grad_norm"] > 0
-    rows = [json.loads(text) for text in (run / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    rows = list(read_rows(run / "rollouts" / "step_000001.parquet"))
     assert {len(row["records"]) for row in rows} == {1, 2}
     for row in rows:
         assert len(row["records"]) == row["num_turns"]

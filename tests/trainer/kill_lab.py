@@ -13,6 +13,7 @@ As a plug-in of a command (`external_plugins`) the module stops the process (SIG
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import random
@@ -34,7 +35,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
-from verl_mt.data import row_files, run_files
+from verl_mt.data import columnar_rows, row_files, run_files
 from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.modeling import load
@@ -143,17 +144,16 @@ def in_validation(end: Callable[[], None]) -> None:
 
 
 def half_a_file_of_rows(end: Callable[[], None]) -> None:
-    original = row_files.write_rows
+    original = columnar_rows.pq.write_table
 
-    def write_rows(path: Path, rows: Any) -> int:
-        def half() -> Any:
-            everything = list(rows)
-            yield from everything[: len(everything) // 2]
-            end()
+    def write_table(table: Any, file: Any, **options: Any) -> None:
+        whole = io.BytesIO()
+        original(table, whole, **options)
+        file.write(whole.getvalue()[: whole.tell() // 2])
+        file.flush()
+        end()
 
-        return original(path, half())
-
-    row_files.write_rows = write_rows
+    columnar_rows.pq.write_table = write_table
 
 
 def half_a_line(path: Path, line: bytes, end: Callable[[], None]) -> None:

@@ -212,7 +212,7 @@ def test_ctrl_c_in_a_tool_call_saves_the_last_step_and_the_same_command_goes_on(
         words, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     )
     try:
-        wait_for(lambda: (run / "rollouts" / "step_000001.jsonl").exists(), process, "the first step")
+        wait_for(lambda: (run / "rollouts" / "step_000001.parquet").exists(), process, "the first step")
         (tmp_path / "block").touch()
         wait_for((tmp_path / "blocked").exists, process, "a tool call")
         process.send_signal(signal.SIGINT)
@@ -251,7 +251,7 @@ def test_sigterm_ends_with_a_checkpoint_and_143_so_that_what_follows_does_not_be
     words = command(*NO_VALIDATION, *FEW, "trainer.logger=[console]", "trainer.total_training_steps=1000")
     process = warm_start.Popen(words, cwd=tmp_path, **pipes)
     try:
-        wait_for(lambda: (run / "rollouts" / "step_000001.jsonl").exists(), process, "the first step")
+        wait_for(lambda: (run / "rollouts" / "step_000001.parquet").exists(), process, "the first step")
         words = (*NO_VALIDATION, *FEW, "trainer.logger=[console]", "trainer.total_training_steps=1")
         second = run_command(tmp_path, *words)
         process.send_signal(signal.SIGTERM)

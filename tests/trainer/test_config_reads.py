@@ -21,7 +21,7 @@ from verl_mt.config.checks import means_nothing
 from verl_mt.config.compose import compose, config_to_yaml
 from verl_mt.config.declare import Section
 from verl_mt.config.schema import Config, leaves
-from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.errors import ConfigError
 from verl_mt.rollout.context import Limits
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.build_data import notes

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command_lab import FEW, NO_VALIDATION, VARIED, metrics_of, run_command, small_trainer
+from row_formats import as_json_lines
 
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose
@@ -109,9 +110,11 @@ def test_a_missing_file_and_a_foreign_one_are_named(tmp_path):
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_run_directory_is_replayed_from_its_rows(tmp_path, form):
-    files = RolloutFiles(tmp_path, str, form)
+    files = RolloutFiles(tmp_path, str)
     files.training(1, groups(), None)
     files.close()
+    if form == "jsonl":
+        as_json_lines(tmp_path)
     replay = DebugData(str(tmp_path), str, replays=True)
     before, after = batch_of(groups()), batch_of(replay.load(0))
     assert all(torch.equal(before[name], after[name]) for name in ("input_ids", "rollout_log_probs", "rewards"))

@@ -17,7 +17,7 @@ from verl_mt.errors import CheckpointError
 
 
 @pytest.mark.slow  # whole runs
-@pytest.mark.parametrize("name", ["metrics.jsonl", "token_texts.jsonl", "step_000001.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "token_texts.jsonl", "step_000001.parquet"])
 def test_the_file_that_does_not_fit_is_named_and_the_run_goes_on_later(tmp_path, monkeypatch, name):
     overrides = (*NO_VALIDATION, *FEW, "trainer.total_training_steps=1", "trainer.save_freq=1")
     trainer = small_trainer(tmp_path / "run", *overrides)

@@ -7,10 +7,12 @@ import json
 import pytest
 import torch
 from finished_runs import SMALL
+from row_formats import as_json_lines
 
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import FILE, PromptLog, read_prompt_log
+from verl_mt.data.row_files import row_files
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer.build import build_trainer
@@ -38,11 +40,16 @@ def last_line(capsys, folder):
 
 @pytest.fixture
 def copied(finished):
-    """A copy of a finished run, to be changed."""
-    return finished("plain")
+    """A copy of a finished run, to be changed, with the rollout rows of an earlier version."""
+    return as_json_lines(finished("plain"))
 
 
-def test_a_finished_run_holds(copied, capsys):
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_finished_run_holds(finished, capsys, format):
+    copied = finished("plain")
+    if format == "jsonl":
+        as_json_lines(copied)
+    assert {file.format for file in row_files(copied)} == {format}
     assert last_line(capsys, copied) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
     prompts = read_prompt_log(copied).prompts.values()
     assert [p.trained_in for p in prompts] == [[1], [1], [2], [2], [3], [3], [4], [4]]
@@ -189,7 +196,7 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(copied, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["off", "jsonl"])
+@pytest.mark.parametrize("first", ["off", "parquet"])
 def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_path, monkeypatch, capsys, first):
     """`trainer.rollout_rows` may change when a run goes on."""
     folder, step = tmp_path / "run", PPOTrainer.step
@@ -202,7 +209,7 @@ def test_rows_that_are_written_for_some_steps_only_are_compared_for_those(tmp_pa
     monkeypatch.setattr(PPOTrainer, "step", step_and_stop)
     run(folder, f"trainer.rollout_rows={first}", "trainer.total_training_steps=2")
     monkeypatch.undo()
-    run(folder, f"trainer.rollout_rows={'jsonl' if first == 'off' else 'off'}", "trainer.total_training_steps=2")
+    run(folder, f"trainer.rollout_rows={'parquet' if first == 'off' else 'off'}", "trainer.total_training_steps=2")
     assert prompt_log.main([str(folder)]) == 0
     assert "steps have no rollout rows to compare with" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What a run writes of its rollouts is the same in both formats, whole or not there, and never in the way."""
+"""What a run writes of its rollouts is whole or not there, and never in the way."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from command_lab import (
     rows_of,
     small_trainer,
 )
+from row_formats import as_json_lines
 from test_debug_data import groups
 
+from verl_mt import prompt_log
+from verl_mt.config.compose import compose
 from verl_mt.data import batch as col
 from verl_mt.data.columnar_rows import seal
 from verl_mt.data.row_files import read_rows, row_files, rows_of_step
-from verl_mt.data.run_files import read_token_texts
+from verl_mt.data.run_files import read_token_texts, trajectory_to_row
 from verl_mt.data.temporary_files import sweep
-from verl_mt.errors import CheckpointError
-from verl_mt.trainer import rollout_files
+from verl_mt.errors import CheckpointError, ConfigError
+from verl_mt.report.collect import collect
 from verl_mt.trainer.rollout_files import RolloutFiles
 
 
@@ -42,56 +45,55 @@ def trained(made):
     return batch
 
 
-def written(folder, form, made, batch):
-    files = RolloutFiles(folder, str, form)
+def written(folder, made, batch):
+    files = RolloutFiles(folder, str)
     files.training(3, made, batch)
     files.validation("val_greedy", 3, made)
     files.close()
-    return [(f.split, f.format) for f in row_files(folder)], [list(read_rows(f.path)) for f in row_files(folder)]
+    assert [(f.split, f.format) for f in row_files(folder)] == [("train", "parquet"), ("val_greedy", "parquet")]
+    return [list(read_rows(f.path)) for f in row_files(folder)]
 
 
-def test_both_formats_hold_the_same_rows_sealed_or_not(tmp_path):
+def test_a_file_holds_the_rows_of_its_trajectories_sealed_or_not(tmp_path):
     made = groups()
     batch = trained(made)
-    names, rows = written(tmp_path / "lines", "jsonl", made, batch)
-    assert names == [("train", "jsonl"), ("val_greedy", "jsonl")]
+    rows = written(tmp_path / "plain", made, batch)
+    computed = col.per_record(batch)
+    for row, t in zip(rows[0], (t for g in made for t in g.trajectories), strict=True):
+        of = [computed.get((t.trajectory_id, k), {}) for k in range(len(t.records))]
+        names = ("advantages", "old_log_probs", "clipped")
+        assert row == trajectory_to_row(t, step=3, **{name: [one.get(name) for one in of] for name in names})
+    assert rows[1] == [trajectory_to_row(t, step=3) for g in made for t in g.trajectories]
     assert any(record.get("clipped") for row in rows[0] for record in row["records"])
-    assert written(tmp_path / "columns", "parquet", made, batch) == ([(s, "parquet") for s, _ in names], rows)
-    assert written(tmp_path / "small", "auto", made, batch) == (names, rows)
     made[0].sealed = seal(made[0].trajectories)
     for t in made[0].trajectories:  # a trainer needs no text of what came from another process
         t.messages, t.tool_calls, t.turn_texts = [{"role": "user", "content": "not what was sealed"}], [{"a": 1}], ["x"]
-    assert written(tmp_path / "handed on", "auto", made, batch) == ([(s, "parquet") for s, _ in names], rows)
-    assert written(tmp_path / "asked for", "jsonl", made, batch) == (names, rows)
-    assert (
-        read_token_texts(tmp_path / "lines")
-        == read_token_texts(tmp_path / "columns")
-        == {k: str(k) for k in (1, 2, 7, 8)}
-    )
+    assert written(tmp_path / "sealed", made, batch) == rows
+    assert read_token_texts(tmp_path / "plain") == {k: str(k) for k in (1, 2, 7, 8)}
 
 
-def test_a_large_file_has_columns_and_replaces_what_is_there_in_the_other_format(tmp_path, monkeypatch):
+def test_equal_rollouts_are_equal_files_and_replace_those_of_an_earlier_version(tmp_path):
     made = groups()
-    assert written(tmp_path, "jsonl", made, None)[0][0] == ("train", "jsonl")
-    monkeypatch.setattr(rollout_files, "COLUMNS_FROM_TOKENS", 4)
-    assert [name for _, name in written(tmp_path, "auto", made, None)[0]] == ["parquet", "parquet"]
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
-        "step_000003.parquet", "val_greedy_000003.parquet",
-    ]  # fmt: skip
-    written(tmp_path, "jsonl", made, None)
-    assert {p.suffix for p in (tmp_path / "rollouts").iterdir()} == {".jsonl"}
+    batch = trained(made)
+    for name in "ab":
+        written(tmp_path / name, made, batch)
+    one, other = ({p.name: p.read_bytes() for p in (tmp_path / name / "rollouts").iterdir()} for name in "ab")
+    assert one == other and sorted(one) == ["step_000003.parquet", "val_greedy_000003.parquet"]
+    as_json_lines(tmp_path / "a")
+    written(tmp_path / "a", made, batch)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a" / "rollouts").iterdir()} == one
 
 
 def test_what_the_thread_cannot_write_is_said_by_the_next_call(tmp_path):
     (tmp_path / "rollouts" / "step_000001.parquet").mkdir(parents=True)
-    files = RolloutFiles(tmp_path, str, "parquet")
+    files = RolloutFiles(tmp_path, str)
     files.training(1, groups(), None)
     with pytest.raises(CheckpointError, match=r"cannot write .*step_000001\.parquet"):
         files.flush()
     files.training(2, groups(), None)
     files.close()
     assert rows_of_step(tmp_path, 2) is not None
-    again = RolloutFiles(tmp_path, str, "parquet")
+    again = RolloutFiles(tmp_path, str)
     again.training(1, groups(), None)
     with pytest.raises(CheckpointError, match=r"step_000001\.parquet"):
         for step in range(2, 6):  # at most two wait, so that the third asks after the first
@@ -103,14 +105,14 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_file_that_counts(tmp
     pid = os.fork()
     if pid == 0:
         os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
-        files = RolloutFiles(tmp_path, str, "parquet")
+        files = RolloutFiles(tmp_path, str)
         files.training(1, groups(), None)
         files.flush()
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert [p.suffix for p in (tmp_path / "rollouts").iterdir()] == [".tmp"] and row_files(tmp_path) == []
     sweep(tmp_path)
-    written(tmp_path, "parquet", groups(), None)
+    written(tmp_path, groups(), None)
     assert [p.name for p in sorted((tmp_path / "rollouts").iterdir())] == [
         "step_000003.parquet", "val_greedy_000003.parquet",
     ]  # fmt: skip
@@ -130,25 +132,35 @@ SAME = (
 
 
 @pytest.mark.slow
-def test_a_run_writes_the_same_rows_in_both_formats_and_when_it_is_resumed_in_the_other(tmp_path):
-    small_trainer(tmp_path / "a", *SAME, "trainer.rollout_rows=jsonl").fit()
-    small_trainer(tmp_path / "b", *SAME, "trainer.rollout_rows=parquet").fit()
+def test_equal_runs_write_equal_rows_also_where_one_began_with_an_earlier_version(tmp_path):
+    for name in "ab":
+        small_trainer(tmp_path / name, *SAME).fit()
     broken = small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=True")
     interrupt_after(broken, 1)
     broken.fit()
-    small_trainer(tmp_path / "c", *SAME, "trainer.rollout_rows=parquet").fit()
+    as_json_lines(tmp_path / "c")
+    small_trainer(tmp_path / "c", *SAME).fit()
     formats = [[f.format for f in row_files(tmp_path / name)] for name in "abc"]
-    assert formats == [["jsonl"] * 2, ["parquet"] * 2, ["jsonl", "parquet"]]
+    assert formats == [["parquet"] * 2, ["parquet"] * 2, ["jsonl", "parquet"]]
     for step in (1, 2):
         a, b, c = (without_times(rows_of(tmp_path / name, step)) for name in "abc")
         assert a == b == c and any(any(r["advantages"] or ()) for row in a for r in row["records"])
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    assert prompt_log.main([str(tmp_path / "c")]) == 0
+    assert [part["step"] for part in collect([str(tmp_path / "c")], max_rollouts=100).runs[0]["parts"]] == [1, 2]
+
+
+def test_lines_of_json_were_removed_and_the_refusal_names_the_command():
+    with pytest.raises(ConfigError, match=r"'jsonl' was removed.*verl_mt\.report\.rows RUN"):
+        compose(["trainer.rollout_rows=jsonl"])
+    for value in ("auto", "parquet", "True"):
+        assert compose([f"trainer.rollout_rows={value}"]).trainer.rollout_rows == "parquet"
 
 
 @pytest.mark.slow
 def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path):
     words = command(
-        f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION, "trainer.rollout_rows=parquet",
+        f"trainer.default_local_dir={tmp_path}/run", *NO_VALIDATION,
         "trainer.save_freq=-1", "trainer.total_training_steps=1", "data.train_batch_size=16",
         "actor_rollout_ref.rollout.n=16", "actor_rollout_ref.rollout.response_length=16",
         f"external_plugins=[{tmp_path}/limit.py]",
@@ -166,7 +178,7 @@ def test_a_file_that_grows_beyond_the_limit_ends_the_run_with_one_line(tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1] and len(row_files(tmp_path / "run")) == 1
     printed = warm_start.run(
-        [sys.executable, "-m", "verl_mt.report.rows", str(tmp_path / "run"), "--step", "1"],
+        [sys.executable, "-m", "verl_mt", "rows", str(tmp_path / "run"), "--step", "1"],
         capture_output=True,
         env=environment(),
     )

@@ -9,6 +9,7 @@ from mixed_scheduler import Mixed
 
 from verl_mt.config.compose import compose
 from verl_mt.data.batch import ROLLOUT_LOG_PROBS, SAMPLED, build_batch
+from verl_mt.data.row_files import read_rows
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, multi_turns, orms
 from verl_mt.extensions.compat.schedulers.driver import SchedulerDriver
@@ -66,7 +67,7 @@ def test_records_of_rewritten_histories_are_trained(tmp_path):
     assert len(steps) == 2
     assert all(m["rollout/forks"] > 0 and m["rollout/failed"] == 0 for m in steps)
     assert all(m["rollout/logprob_diff_max"] < 1e-3 for m in steps)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    rows = list(read_rows(tmp_path / "run" / "rollouts" / "step_000001.parquet"))
     several = [r for r in rows if len(r["records"]) > 1]
     assert several
     for row in several:

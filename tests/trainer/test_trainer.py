@@ -14,6 +14,7 @@ from verl_mt.chat.loading import load_chat, load_tokenizer
 from verl_mt.config.compose import compose
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
+from verl_mt.data.row_files import read_rows
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
 from verl_mt.errors import CheckpointError, ConfigError, DataError, UserCodeError
@@ -250,7 +251,7 @@ def test_both_passes_of_a_validation_are_written(tmp_path):
     lines = fit(run, *TINY_STEPS, *overrides)
     assert "val/accuracy_greedy" in lines[0]
     for name in ("val", "val_greedy"):
-        rows = [json.loads(line) for line in (run / "rollouts" / f"{name}_000000.jsonl").read_text().splitlines()]
+        rows = list(read_rows(run / "rollouts" / f"{name}_000000.parquet"))
         assert [row["trajectory_id"].split(".")[0] for row in rows] == [name] * 2
 
 

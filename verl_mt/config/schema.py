@@ -313,12 +313,15 @@ class TrainerConfig(Section):
     )
     progress: str = option("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
     rollout_rows: Any = option(
-        "auto",
-        "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): jsonl; parquet = "
-        "columns, compressed, written beside the training; auto (True) = parquet for files of 100,000 tokens or more "
-        "and with rollout workers, else jsonl; off (False).",
-        choices=("auto", "jsonl", "parquet", "off"),
-        also={True: "auto", False: "off"},
+        "parquet",
+        "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): parquet (True), "
+        "beside the training, or off (False). `python -m verl_mt.report.rows RUN` prints them as JSON.",
+        choices=("parquet", "off"),
+        also={True: "parquet", "auto": "parquet", False: "off"},
+        removed={
+            "jsonl": "Rollout rows are written as Parquet. Set parquet, and print them as JSON with "
+            "`python -m verl_mt.report.rows RUN`."
+        },
     )
     debug_rollout_data: str | None = option(
         None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."

@@ -1,4 +1,4 @@
-"""Rollout rows as columns: Arrow in memory, Parquet (zstd) on disk; every value is what the JSON Lines have.
+"""Rollout rows as columns: Arrow in memory, Parquet (zstd) on disk; every value is what the JSON of a row has.
 
 What a row has is said in `verl_mt.data.run_files`; this module only knows where some of it goes. Ids and numbers of a
 row have columns of their own. What a record has per token is a list of lists: `token_ids[r][t]` is token t of record r.
@@ -8,7 +8,8 @@ A row comes in two parts. The *sealed* part is final once a trajectory has its r
 trajectory was sampled, in a process of its own if there is one, and the trainer only hands the bytes on. The *late*
 part (`LATE_FIELDS` and `UPDATE_COLUMNS` of `run_files`) is added by the trainer as further columns.
 
-A row of another form (of another program, or with an id that is no UTF-8) is a whole in the column `other`.
+A row that does not fit its columns (an id that is not UTF-8, a row converted by an earlier version) is a whole in the
+column `other`.
 """
 
 from __future__ import annotations
@@ -112,14 +113,6 @@ def token_ids(table: pa.Table) -> list[int]:
     """Every token id that occurs, once."""
     flat = [chunk.flatten().flatten().to_numpy() for chunk in table.column("token_ids").chunks]
     return np.unique(np.concatenate(flat)).tolist() if flat else []
-
-
-def to_table(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """The table of rows that are plain JSON, such as those of a file of JSON Lines; `to_rows` gives them back."""
-    return pa.concat_tables(
-        [_fitting(rows[at : at + _ROWS_PER_GROUP]) for at in range(0, len(rows), _ROWS_PER_GROUP)]
-        or [_SCHEMA.empty_table()]
-    )
 
 
 def to_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -252,20 +245,6 @@ def _float64(column: Any) -> Any:
 def _joined(sealed: pa.Table, late: pa.RecordBatch) -> pa.Table:
     columns = [*sealed.columns, *(pa.chunked_array([column]) for column in late.columns)]
     return pa.table(columns, schema=_SCHEMA)
-
-
-def _fitting(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Rows of any form: in columns where these say exactly the same, else in `other`."""
-    try:
-        table = _joined(pa.Table.from_batches([_sealed(rows)]), _late(rows))
-        if all(made == row for made, row in zip(to_rows(table), rows)):
-            return table
-    except _UNFIT:
-        pass
-    if len(rows) > 1:
-        middle = len(rows) // 2
-        return pa.concat_tables([_fitting(rows[:middle]), _fitting(rows[middle:])])
-    return pa.Table.from_pylist([{"other": json_text(rows[0])}], schema=_SCHEMA)
 
 
 def _rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

@@ -1,19 +1,19 @@
-"""The files of rollout rows in a run directory, whatever their format: which there are, reading and writing them.
+"""The files of rollout rows in a run directory: which there are, reading and writing them.
 
-`rollouts/step_000012.jsonl` holds the training rollouts of step 12, `val_...` and `val_greedy_...` those of a
-validation; a file ends in `.jsonl` (a JSON object per line, `verl_mt.data.run_files`) or `.parquet` (columns,
-`verl_mt.data.columnar_rows`). Both hold the same rows, and a run may have some files of each.
+`rollouts/step_000012.parquet` (`verl_mt.data.columnar_rows`) holds the training rollouts of step 12, `val_...` and
+`val_greedy_...` those of a validation. Earlier versions also wrote the same rows as `.jsonl`, a JSON object per line.
+These are still read, and a resumed run may have files of both formats.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_mt.data.run_files import read_jsonl_tolerant, write_rows
+from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.reading import require_file
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
         DataError: a broken line that is not the last, or a damaged file of columns; names the file.
     """
     if Path(path).suffix == f".{PARQUET}":
-        from verl_mt.data import columnar_rows  # Arrow takes 0.2 s, which a run without columns need not wait for
+        from verl_mt.data import columnar_rows  # Arrow takes 0.2 s, which `--help` of a command need not wait for
 
         yield from columnar_rows.read_parquet(path)
     else:
@@ -95,20 +95,13 @@ def count_rows(path: str | Path) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
-def write_json(stem: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write `<stem>.jsonl` whole or not at all, and then remove the same rows in the other format.
+def write_columns(stem: Path, table: pyarrow.Table) -> Path:
+    """Write a table of `columnar_rows` as `<stem>.parquet`, whole or not at all. Then remove the `.jsonl` file that an
+    earlier version wrote for the same rows.
 
     Raises:
         CheckpointError: the disk refused; names the file.
     """
-    path = stem.with_name(f"{stem.name}.{JSONL}")
-    write_rows(path, rows)
-    stem.with_name(f"{stem.name}.{PARQUET}").unlink(missing_ok=True)
-    return path
-
-
-def write_columns(stem: Path, table: pyarrow.Table) -> Path:
-    """The same with a table of `columnar_rows`, as `<stem>.parquet`."""
     from verl_mt.data import columnar_rows
 
     path = stem.with_name(f"{stem.name}.{PARQUET}")

@@ -1,4 +1,6 @@
-"""What a run writes: rollout rows (one JSON object per trajectory) and `metrics.jsonl` (one per step).
+"""What a run writes: rollout rows (one per trajectory) and `metrics.jsonl` (one line per step).
+
+This module makes rows as JSON data, and `columnar_rows` writes them as columns.
 
 Row schema, version 2: everything needed to recompute the batch and to draw the timeline. Top level: `schema_version`,
 `step`, `trained_version` (of the weights that were updated with it; null where none were), the ids (`trajectory_id`,
@@ -103,7 +105,7 @@ def plain_row(
     trajectory: Trajectory, *, step: int | None = None, late: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     """A row as it is described above, with values that are not yet plain JSON. The one place that says what a row has:
-    the JSON Lines and the columns (`verl_mt.data.columnar_rows`) are both made of this.
+    its JSON and its columns (`verl_mt.data.columnar_rows`) are both made of this.
 
     Args:
         step: None where it is not known yet.

@@ -377,7 +377,7 @@ def build_log(
         ),
         JsonLines(run.path, resume_step=resume_step, split_timings=trainer.deterministic),
         tool_names=tools.names if tools is not None else (),
-        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer), trainer.rollout_rows)
+        rollout_files=RolloutFiles(run.path, partial(token_text, chat.tokenizer))
         if trainer.rollout_rows != "off"
         else None,
     )

@@ -11,13 +11,12 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from verl_mt.data import columnar_rows
 from verl_mt.data.batch import ADVANTAGES, CLIPPED, OLD_LOG_PROBS, per_record
-from verl_mt.data.row_files import FOLDER, PARQUET, write_columns, write_json
+from verl_mt.data.row_files import FOLDER, write_columns
 from verl_mt.data.run_files import (
     append_token_texts,
-    plain_row,
     read_token_texts,
-    to_json_value,
     update_columns,
 )
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
@@ -25,25 +24,22 @@ from verl_mt.errors import error_text
 
 log = logging.getLogger(__name__)
 
-COLUMNS_FROM_TOKENS = 100_000
-"""With `trainer.rollout_rows=auto` a file of at least so many tokens has columns: as JSON it would take 1.5 s."""
 _COMPUTED = (ADVANTAGES, OLD_LOG_PROBS, CLIPPED)
 _MAX_WAITING = 2
 """Files that may wait to be written: the next one waits until there is room, so that memory has an end."""
 
 
 class RolloutFiles:
-    """Writes the rollouts of a run. Columns are compressed and written in a thread of their own: what it cannot write
-    ends the run at the next call, with one error that names the file.
+    """Writes the rollouts of a run. A thread compresses and writes them. If the disk refuses a file, the next call ends
+    the run with one error that names the file.
 
     Args:
         folder: the run directory.
         text_of: token id -> its own text.
-        form: `trainer.rollout_rows`: auto, jsonl or parquet.
     """
 
-    def __init__(self, folder: Path, text_of: Callable[[int], str], form: str = "auto"):
-        self._folder, self._text_of, self._form = folder, text_of, form
+    def __init__(self, folder: Path, text_of: Callable[[int], str]):
+        self._folder, self._text_of = folder, text_of
         self._known = set(read_token_texts(folder))
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[Any]] = deque()
@@ -89,42 +85,22 @@ class RolloutFiles:
         trajectories = [t for g in groups for t in g.trajectories]
         late = [_update_of(t, computed) for t in trajectories]
         stem = self._folder / FOLDER / f"{name}_{step:06d}"
-        is_sealed = any(g.sealed is not None for g in groups)
-        columnar = self._form == PARQUET or (
-            self._form == "auto" and (is_sealed or _num_tokens(trajectories) >= COLUMNS_FROM_TOKENS)
-        )
-        if not (columnar or is_sealed):
-            self._write_texts(i for t in trajectories for r in t.records for i in r.token_ids)
-            write_json(stem, (to_json_value(plain_row(t, step=step, late=of)) for t, of in zip(trajectories, late)))
-            return
-        from verl_mt.data import columnar_rows
-
         table = columnar_rows.table_of(
             [columnar_rows.seal(g.trajectories) if g.sealed is None else g.sealed for g in groups],
             [columnar_rows.late_part(t, step=step, late=of) for t, of in zip(trajectories, late)],
         )
         # Not in the thread: a tokenizer is used by one at a time.
         self._write_texts(columnar_rows.token_ids(table))
-        if columnar:
-            self._give(lambda: write_columns(stem, table))
-        else:
-            self._give(lambda: write_json(stem, columnar_rows.to_rows(table)))
-
-    def _give(self, job: Callable[[], object]) -> None:
         while self._waiting and (self._waiting[0].done() or len(self._waiting) >= _MAX_WAITING):
             self._waiting.popleft().result()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="rollout rows")
-        self._waiting.append(self._thread.submit(job))
+        self._waiting.append(self._thread.submit(write_columns, stem, table))
 
     def _write_texts(self, token_ids: Iterable[int]) -> None:
         new = set(token_ids) - self._known
         if new:
             append_token_texts(self._folder, {i: self._text_of(i) for i in sorted(new)})
             self._known |= new
-
-
-def _num_tokens(trajectories: Sequence[Trajectory]) -> int:
-    return sum(len(r.token_ids) for t in trajectories for r in t.records)
 
 
 def _update_of(trajectory: Trajectory, computed: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:

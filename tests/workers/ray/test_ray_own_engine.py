@@ -11,6 +11,8 @@ import pytest
 import warm_start
 from code_blocks import REPO, blocks_of
 
+from verl_mt.data.row_files import read_rows
+
 pytestmark = pytest.mark.ray
 
 
@@ -41,11 +43,11 @@ def run(tmp_path_factory, cluster_of_session) -> Path:
 
 
 def test_both_replicas_sample_with_the_weights_of_each_update(run):
-    files = sorted((run / "rollouts").glob("step_*.jsonl"))
+    files = sorted((run / "rollouts").glob("step_*.parquet"))
     assert len(files) == 2
     for number, file in enumerate(files):
         worst: dict[str, float] = {}
-        for row in map(json.loads, file.read_text().splitlines()):
+        for row in read_rows(file):
             (name,) = set(row["replicas"])
             for record in row["records"]:
                 for sampled, by_engine, by_trainer in zip(

@@ -25,7 +25,6 @@ from verl_mt.extensions.inspection.doctor.step_time import Machine, Model, StepT
 from verl_mt.modeling.head_log_probs import LOGITS_AT_ONCE
 from verl_mt.modeling.load import meta_causal_lm, source_of
 from verl_mt.trainer import build_rollout
-from verl_mt.trainer.rollout_files import COLUMNS_FROM_TOKENS
 from verl_mt.trainer.run_directory import wanted_directory
 
 GB = 1e9
@@ -50,7 +49,7 @@ _WORTH_SAYING = 0.75
 """A step in float32 takes less than this share of the time."""
 _NETWORK = {"machine": 1e11, "machines": 1e10}
 """Bytes per second between the GPUs of one machine, and between machines."""
-_ROW_BYTES_PER_TOKEN = {"jsonl": 60, "parquet": 10}
+_ROW_BYTES_PER_TOKEN = 10
 """Of a rollout row: id, masks, log-probs, version, advantage (benchmarks/rollout_rows.py)."""
 
 
@@ -93,10 +92,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     checkpoints = (kept + 1) * demand.checkpoint_bytes  # one more while it is written
     export = demand.weight_bytes if trainer.export_at_end else 0
     tokens = subject.config.data.train_batch_size * subject.rollout.n * subject.max_model_len / 2
-    form = trainer.rollout_rows
-    if form == "auto":
-        form = "parquet" if tokens >= COLUMNS_FROM_TOKENS else "jsonl"
-    rows = steps * tokens * _ROW_BYTES_PER_TOKEN.get(form, 0)
+    rows = 0 if trainer.rollout_rows == "off" else steps * tokens * _ROW_BYTES_PER_TOKEN
     folder = wanted_directory(trainer).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -108,7 +104,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     if checkpoints + export > free:
         yield error(words, "lower trainer.max_actor_ckpt_to_keep, or set trainer.default_local_dir to a larger disk")
     elif needed > free:
-        yield warning(words, "set trainer.rollout_rows=parquet or off, or trainer.default_local_dir to a larger disk")
+        yield warning(words, "set trainer.rollout_rows=off, or trainer.default_local_dir to a larger disk")
     else:
         yield ok(words)
 
