@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from verl_mt.config.compose import compose
-from verl_mt.data.columnar_rows import read_parquet, to_table
+from verl_mt.data.columnar_rows import late_part, read_parquet, seal, table_of
 from verl_mt.data.drawn_prompts import FILE, read_prompt_log
 from verl_mt.data.row_files import count_rows, read_rows, write_columns
 from verl_mt.data.run_files import (
@@ -27,6 +27,7 @@ from verl_mt.data.run_files import (
     truncate_metrics,
 )
 from verl_mt.data.run_origin import is_own, require_trust
+from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
 from verl_mt.extensions.inspection.doctor.ahead import measured_steps
 from verl_mt.reading import parse_json, parse_yaml, read_bytes, read_yaml, require_file
@@ -138,7 +139,8 @@ def test_json_that_is_nested_too_deeply_is_a_broken_line(tmp_path):
 
 
 def test_columns_whose_details_are_nested_too_deeply_are_damaged(tmp_path):
-    table = to_table([{"schema_version": 2, "step": 1, "other": "row"}])
+    trajectory = Trajectory("t", "p", "p", "t")
+    table = table_of([seal([trajectory])], [late_part(trajectory, step=1, late=[])])
     place = table.schema.get_field_index("other")
     field = table.schema.field(place)
     table = table.set_column(place, field, pyarrow.array([DEEP], field.type))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from verl_mt.config.compose import compose
 from verl_mt.config.options import GuardThresholds, read_thresholds
-from verl_mt.diagnostics.collapse_guard import MAX_HISTORY, CollapseGuard, Verdict
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.inspection.diagnostics.collapse_guard import MAX_HISTORY, CollapseGuard, Verdict
 
 GOOD = {
     "reward/mean": 0.5, "reward/std": 0.5, "tools/use_rate": 0.92, "turns/mean": 2.0, "rollout/entropy": 0.1,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from verl_mt.data.run_files import trajectory_to_row
 from verl_mt.data.trajectory import TimeSpan, Trajectory
-from verl_mt.diagnostics.critical_path import critical_path, critical_path_of_rows
-from verl_mt.diagnostics.step_replay import measure, minus, union
+from verl_mt.extensions.inspection.diagnostics.critical_path import critical_path, critical_path_of_rows
+from verl_mt.extensions.inspection.diagnostics.step_replay import measure, minus, union
 
 
 def trajectory(name: str, *spans: tuple, prompt: str | None = None) -> Trajectory:

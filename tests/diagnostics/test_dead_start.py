@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup
-from verl_mt.diagnostics.dead_start import FIRST_STEPS, DeadStart
+from verl_mt.extensions.inspection.diagnostics.dead_start import FIRST_STEPS, DeadStart
 
 CUT = StopReason.RESPONSE_LENGTH
 

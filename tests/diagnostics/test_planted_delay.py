@@ -21,9 +21,10 @@ from verl_mt.config_paths import find_config_file
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.diagnostics.critical_path import critical_path
 from verl_mt.engines.lock_step import LockStepEngine
 from verl_mt.engines.scripted import ScriptedEngine, ScriptedTurn
+from verl_mt.extensions.inspection.diagnostics.critical_path import critical_path
+from verl_mt.extensions.inspection.step_hooks import CriticalPathHook
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.prompts import PromptBuilder
@@ -35,7 +36,6 @@ from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
 from verl_mt.tools.registry import ToolSet
 from verl_mt.trainer.build import build_trainer
-from verl_mt.trainer.inspection import CriticalPathHook
 
 pytestmark = pytest.mark.timeout(60)
 CHAT = ChatTemplate(toy_tokenizer())

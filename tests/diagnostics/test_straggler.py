@@ -7,8 +7,8 @@ import json
 import pytest
 
 from verl_mt.data.trajectory import TimeSpan, Trajectory, TrajectoryGroup
-from verl_mt.diagnostics.critical_path import Straggler, closing_words
 from verl_mt.diagnostics.step_metrics import prefix_cache_by_turn
+from verl_mt.extensions.inspection.diagnostics.critical_path import Straggler, closing_words
 from verl_mt.trainer.tracking import JsonLines
 
 

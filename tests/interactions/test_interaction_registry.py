@@ -12,7 +12,7 @@ from verl_mt.interactions.base import default_name
 from verl_mt.interactions.session import load_interactions, pick_interaction
 
 GSM8K = "verl_mt.interactions.gsm8k_interaction.Gsm8kInteraction"
-CHECKER = "verl_mt.extensions.compat.interactions.checker.CheckerInteraction"
+CHECKER = "verl_mt.interactions.checker.CheckerInteraction"
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_a_tool_parser_that_cannot_read_the_calls_of_the_chat_template(refusal, 
 
 def test_an_interaction_file_with_a_missing_class(refusal, tmp_path):
     file = tmp_path / "interactions.yaml"
-    file.write_text("interaction:\n  - class_name: verl_mt.extensions.compat.interactions.checker.Chequer\n")
+    file.write_text("interaction:\n  - class_name: verl_mt.interactions.checker.Chequer\n")
     says(refusal(f"{INTERACTION}={file}"), str(file), "interaction[0]", "'Chequer'")
 
 

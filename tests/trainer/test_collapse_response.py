@@ -15,9 +15,9 @@ from verl_mt.config.schema import TrainerConfig
 from verl_mt.data.run_files import trajectory_to_row, write_rows
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryRecord
 from verl_mt.errors import CollapseError
+from verl_mt.extensions.inspection.collapse_response import CollapseResponse
 from verl_mt.trainer import checkpoint
 from verl_mt.trainer.checkpoint import CheckpointStore, step_of
-from verl_mt.trainer.collapse_response import CollapseResponse
 from verl_mt.trainer.step_hook import RollBack, Save, StepLine, Stop
 
 GOOD = {"reward/mean": 0.5, "reward/std": 0.5, "tools/use_rate": 0.9}

@@ -16,8 +16,8 @@ from verl_mt.config.compose import compose
 from verl_mt.data.batch import build_batch
 from verl_mt.data.trajectory import StopReason, Trajectory, TrajectoryGroup, TrajectoryRecord
 from verl_mt.errors import ConfigError, DataError
+from verl_mt.extensions.compat.debug_data import DebugData
 from verl_mt.extensions.compat.slime_sample import Sample
-from verl_mt.trainer.debug_data import DebugData
 from verl_mt.trainer.rollout_files import RolloutFiles
 
 QUICK = (

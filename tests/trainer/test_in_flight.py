@@ -23,10 +23,7 @@ from verl_mt.data.drawn_prompts import PromptLog, read_prompt_log
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError, EngineError
-from verl_mt.rewards.contract import RunState
-from verl_mt.rollout.prompts import Drawn, Prompt
-from verl_mt.rollout.runner import RolloutPlan
-from verl_mt.trainer.in_flight import (
+from verl_mt.extensions.asynchronous.in_flight import (
     AsynchronousSource,
     OverSampling,
     add_ages,
@@ -34,6 +31,9 @@ from verl_mt.trainer.in_flight import (
     require_bound,
     staleness_metrics,
 )
+from verl_mt.rewards.contract import RunState
+from verl_mt.rollout.prompts import Drawn, Prompt
+from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.trainer.rollout_source import BatchPlan, RolloutSource, plan_name, step_of
 
 

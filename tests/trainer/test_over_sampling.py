@@ -23,11 +23,11 @@ from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import CollapseError, DataError
+from verl_mt.extensions.asynchronous.in_flight import OverSampling, over_sampling
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.rollout.stream import RolloutStream
-from verl_mt.trainer.in_flight import OverSampling, over_sampling
 from verl_mt.trainer.rollout_source import RolloutSource, step_of
 from verl_mt.trainer.spool import GroupSpool
 

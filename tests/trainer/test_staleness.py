@@ -22,10 +22,10 @@ from verl_mt.data.sampler import ShuffledSampler
 from verl_mt.engines.base import Capabilities
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, DataError, EngineError
+from verl_mt.extensions.asynchronous.in_flight import add_ages, require_bound, staleness_metrics
 from verl_mt.modeling.weights import named_weights
 from verl_mt.trainer import build, build_rollout
 from verl_mt.trainer.build import build_trainer
-from verl_mt.trainer.in_flight import add_ages, require_bound, staleness_metrics
 
 AHEAD = "trainer.max_staleness=2"
 ACTOR = "actor_rollout_ref.actor"

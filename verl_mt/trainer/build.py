@@ -28,11 +28,12 @@ from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
+from verl_mt.extension_points import known, own
 from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf, meta_causal_lm, source_of
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
-from verl_mt.plugins import import_plugins, load_object, objects_in, plugin_names
+from verl_mt.plugins import Registry, import_plugins, load_object, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
@@ -69,26 +70,21 @@ from verl_mt.workers.trainable import updates_per_step
 from verl_mt.workers.weight_sync import Transport, WeightSync
 from verl_mt.workers.worker_group import WorkerGroup, build_worker_group
 
-SOURCES = {
-    "synchronous": "verl_mt.trainer.rollout_source:RolloutSource",
-    "kept": "verl_mt.trainer.spool:SpooledSource",
-    "asynchronous": "verl_mt.trainer.in_flight:AsynchronousSource",
-    "replay": "verl_mt.trainer.debug_data:ReplaySource",
-}
+SOURCES: Registry[type[RolloutSource]] = Registry(
+    "rollout source",
+    {
+        "synchronous": "verl_mt.trainer.rollout_source:RolloutSource",
+        "kept": "verl_mt.trainer.spool:SpooledSource",
+    },
+    group="verl_mt.rollout_sources",
+)
 """Where the groups of a step come from; `_source` chooses one."""
-HOOKS = {
-    "collapse": "verl_mt.trainer.collapse_response:CollapseResponse",
-    "dead_start": "verl_mt.trainer.inspection:DeadStartHook",
-    "critical_path": "verl_mt.trainer.inspection:CriticalPathHook",
-    "debug_data": "verl_mt.trainer.debug_data:DumpHook",
-    "staleness": "verl_mt.trainer.in_flight:Staleness",
-}
-"""What may watch the steps of a run, in the order in which they are called; `_hooks` chooses some."""
-TRAINERS = {
-    "trains": "verl_mt.trainer.ppo_trainer:PPOTrainer",
-    "rollout_only": "verl_mt.trainer.debug_data:RolloutOnlyTrainer",
-}
+TRAINERS: Registry[type[PPOTrainer]] = Registry(
+    "trainer", {"trains": "verl_mt.trainer.ppo_trainer:PPOTrainer"}, group="verl_mt.trainers"
+)
 """What makes the steps; with `trainer.debug_mode=rollout_only` nothing is trained."""
+_HOOKS = "verl_mt.step_hooks"
+"""Entry points of what may watch the steps of a run, in the order in which they are called; `_hooks` chooses some."""
 
 
 def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost: Path | None = None) -> PPOTrainer:
@@ -202,19 +198,20 @@ def _source(parts: SourceParts) -> RolloutSource:
         name = "asynchronous"
     else:  # a deterministic run samples again what a kill took, with the same bits
         name = "synchronous" if trainer.deterministic or trainer.debug_mode != "save" else "kept"
-    return load_object(SOURCES[name], what=f"rollout source {name}").of(parts)
+    return SOURCES.find(name).of(parts)
 
 
 def _trainer_class(config: Config) -> type[PPOTrainer]:
     name = "rollout_only" if config.trainer.debug_mode == "rollout_only" else "trains"
-    return load_object(TRAINERS[name], what=f"trainer {name}")
+    return TRAINERS.find(name)
 
 
 def _hooks(parts: HookParts) -> StepHooks:
     """Files of hooks that the configuration does not ask for are not loaded."""
     trainer, factor = parts.config.trainer, parts.config.data.over_sample
     asked = {"debug_data": trainer.debug_rollout_data is not None, "staleness": trainer.steps_ahead or factor > 1}
-    found = (load_object(path, what=f"step hook {name}") for name, path in HOOKS.items() if asked.get(name, True))
+    paths = {**own(_HOOKS), **known(_HOOKS)}
+    found = (load_object(path, what=f"step hook {name}") for name, path in paths.items() if asked.get(name, True))
     return StepHooks(hook for hook in (kind.of(parts) for kind in found) if hook is not None)
 
 

@@ -21,8 +21,8 @@ import yaml
 
 from verl_mt.data.row_files import RowFile, count_rows, row_files
 from verl_mt.data.run_files import to_json_value
-from verl_mt.diagnostics.critical_path import critical_path_of_rows
 from verl_mt.errors import DataError
+from verl_mt.extensions.inspection.diagnostics.critical_path import critical_path_of_rows
 from verl_mt.extensions.inspection.report.run_reader import Run, open_run, read_rollouts, section
 from verl_mt.extensions.inspection.report.summary import describe
 from verl_mt.extensions.inspection.report.token_columns import TokenColumns

@@ -26,7 +26,15 @@ from typing import Any
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.data.trajectory import TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.diagnostics.step_metrics import prefix_cache_by_turn
-from verl_mt.diagnostics.step_replay import OUTSIDE, PHASES, Episode, StepReplay, StepSpan, measure, union
+from verl_mt.extensions.inspection.diagnostics.step_replay import (
+    OUTSIDE,
+    PHASES,
+    Episode,
+    StepReplay,
+    StepSpan,
+    measure,
+    union,
+)
 
 _MAX_CANDIDATES = 12
 _HOLDER, _TRAJECTORY = "critical_path/holder", "critical_path/trajectory"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.data.trajectory import TrajectoryGroup
-from verl_mt.diagnostics.critical_path import Straggler, closing_words
-from verl_mt.diagnostics.dead_start import DeadStart
+from verl_mt.extensions.inspection.diagnostics.critical_path import Straggler, closing_words
+from verl_mt.extensions.inspection.diagnostics.dead_start import DeadStart
 from verl_mt.trainer.step_hook import Continue, HookParts, StepHook, StepLine, TrainStep, Verdict
 
 log = logging.getLogger(__name__)

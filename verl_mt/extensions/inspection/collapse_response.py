@@ -17,10 +17,10 @@ from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import row_to_trajectory, write_rows, writing
 from verl_mt.data.temporary_files import temporary
 from verl_mt.data.trajectory import Status
-from verl_mt.diagnostics.collapse_guard import CollapseGuard
-from verl_mt.diagnostics.collapse_guard import Verdict as Finding
 from verl_mt.diagnostics.step_metrics import tool_runs
 from verl_mt.errors import CollapseError
+from verl_mt.extensions.inspection.diagnostics.collapse_guard import CollapseGuard
+from verl_mt.extensions.inspection.diagnostics.collapse_guard import Verdict as Finding
 from verl_mt.trainer.checkpoint import CheckpointStore, step_of
 from verl_mt.trainer.step_hook import Continue, HookParts, RollBack, StepHook, StepLine, Stop, Verdict
 

@@ -1,0 +1,1 @@
+"""Asynchronous training: steps ahead of the update, over-sampling, staleness metrics."""
