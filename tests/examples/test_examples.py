@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import warm_start
+from command_lab import SMALL, fit
 from tables import before_release
+
+from verl_mt.trainer.tracking import is_timing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK_START = EXAMPLES / "09_own_task.py"
+OWN_LOOP = EXAMPLES / "own_loop.py"
 # Fewer steps than the example's own default, where it takes a number.
-ARGUMENTS = {"02_train_tiny.py": ["1"], "08_your_own_agent.py": ["1"], "01_one_conversation.py": ["--checker"]}
+ARGUMENTS = {
+    "02_train_tiny.py": ["1"],
+    "08_your_own_agent.py": ["1"],
+    "01_one_conversation.py": ["--checker"],
+    "own_loop.py": [*SMALL, "trainer.total_training_steps=1"],
+}
 SAYS = {
     "01_one_conversation.py": "of them trained",
     "02_train_tiny.py": "step 1: reward",
@@ -23,6 +33,7 @@ SAYS = {
     "06_python_tool.py": "PermissionError",
     "07_image_tool.py": "are a picture of 12 x 18 patches",
     "08_your_own_agent.py": "step 1/1",
+    "own_loop.py": "step 1: reward",
 }
 TRAINS = {"02_train_tiny.py", "08_your_own_agent.py"}
 SMALLER = """
@@ -70,3 +81,21 @@ def test_the_quick_start_learns_its_task_and_stands_on_the_first_page(steps, tmp
     done = warm_start.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{steps} steps, reward/mean" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_own_loop_has_the_metrics_and_weights_of_the_trainer(tmp_path):
+    """Bit for bit, on the default task, in at most 40 lines; the trainer validates besides."""
+    assert len(OWN_LOOP.read_text().splitlines()) <= 40
+    changes = ("actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.skip_zero_advantage=False")
+    lines = fit(tmp_path / "trainer", "trainer.deterministic=True", *changes)
+    own = runpy.run_path(str(OWN_LOOP))["train"]
+    found = own(*SMALL, *changes, "trainer.logger=[]", f"trainer.default_local_dir={tmp_path / 'own'}")
+    trained = [line for line in lines if line["step"]]
+    # Of a validation, and of step hooks: the collapse guard and the critical path.
+    beside = ("val/", "collapse/", "step", "rollout/prefix_cache_hit_rate_turn_")
+    kept = [{k: v for k, v in line.items() if not k.startswith(beside)} for line in trained]
+    assert [{k: v for k, v in line.items() if not is_timing(k)} for line in found] == kept and len(kept) == 3
+    assert len({line["actor/grad_norm"] for line in kept}) == 3
+    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("trainer", "own")]
+    assert weights[0] == weights[1]

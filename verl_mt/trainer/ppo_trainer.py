@@ -120,7 +120,7 @@ class PPOTrainer:
                 self.weights.release()
             trained = [t for g in groups if not g.filtered for t in g.trajectories]
             batch = build_batch(trained, pad_token_id=self.pad_token_id)
-            metrics = self.measure(groups) | self.selection.metrics()
+            metrics = self.measure(self.step_number, groups) | self.selection.metrics()
             step = TrainStep(self.step_number, self.version, groups, batch, metrics, timing)
             if batch is None:
                 metrics["actor/skipped_empty_batches"] = 1
@@ -162,13 +162,13 @@ class PPOTrainer:
         self._refuse_total_failure(groups)
         return groups
 
-    def measure(self, groups: list[TrajectoryGroup]) -> dict[str, float]:
+    def measure(self, step: int, groups: list[TrajectoryGroup]) -> dict[str, float]:
         """Numbers of a step's groups, with what the engine, the sanity check and the prompts counted since the last
-        call."""
+        call. `step` is the number of finished steps."""
         engine = {"rollout/replicas": 1, **self.engine.metrics()}
         found = rollout_metrics(groups, self.log.tool_names, int(engine["rollout/replicas"]))
-        checked = self.sanity.metrics(of=self.source.plans(self.step_number))
-        lost, drawn = self.stream.metrics(), self.source.counts(self.step_number)
+        checked = self.sanity.metrics(of=self.source.plans(step))
+        lost, drawn = self.stream.metrics(), self.source.counts(step)
         prompts = {k: v + drawn.get(k, 0) for k, v in _under("data/", self.prompt_counts).items()}
         return found | self.source.metrics(groups) | checked | engine | lost | prompts
 

@@ -212,7 +212,7 @@ class RolloutOnlyTrainer(PPOTrainer):
         """One step: rollout, and its rows."""
         groups = self.rollout()
         self.end_rollout(groups, None, {g.prompt_id: "trainer.debug_mode=rollout_only" for g in groups})
-        return self.measure(groups)
+        return self.measure(self.step_number, groups)
 
     def notes(self) -> list[str]:
         text = "[yellow]trainer.debug_mode=rollout_only: every step samples and scores, nothing is trained[/]"
