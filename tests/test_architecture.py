@@ -102,5 +102,12 @@ def test_what_a_link_names_is_in_its_file(file, name):
         scope = getattr(found[0], "body", [])
 
 
+def test_the_reading_list_can_be_read_in_an_afternoon():
+    text = PAGE.read_text().partition("## Reading list")[2].partition("\n## ")[0]
+    files = re.findall(r"\]\(\.\./([\w/]+\.py)\)", text)
+    assert 15 <= len(files) == len(set(files)) <= 22
+    assert sum((REPO / file).read_text().count("\n") for file in files) <= 5000
+
+
 def test_the_page_names_functions_for_most_of_the_way():
     assert len(LINK.findall(PAGE.read_text())) >= 10
