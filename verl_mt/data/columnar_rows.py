@@ -83,7 +83,12 @@ def seal(trajectories: Sequence[Trajectory]) -> bytes:
     Costs what the JSON of the messages costs, and about 0.2 microseconds a token (less, where a record's columns are
     arrays of numpy of the types above). The bytes are Arrow's, without a schema: read by the same version of verl_mt.
     """
-    return _sealed([plain_row(t) for t in trajectories]).serialize().to_pybytes()
+    rows = [plain_row(t) for t in trajectories]
+    try:
+        batch = _batch([_sealed_values(row) for row in rows], SEALED)
+    except _UNFIT:
+        batch = _batch([_sealed_or_other(row) for row in rows], SEALED)
+    return batch.serialize().to_pybytes()
 
 
 def late_part(trajectory: Trajectory, *, step: int, late: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -106,7 +111,8 @@ def table_of(sealed: Iterable[bytes], late: Sequence[Mapping[str, Any]]) -> pa.T
     table = pa.Table.from_batches(batches, SEALED)
     if len(table) != len(late):
         raise ValueError(f"{len(table)} rows were sealed, and the late part is of {len(late)}")
-    return _joined(table, _late(late))
+    added = _batch([_late_values(row) for row in late], LATE)
+    return pa.table([*table.columns, *(pa.chunked_array([column]) for column in added.columns)], schema=_SCHEMA)
 
 
 def token_ids(table: pa.Table) -> list[int]:
@@ -127,6 +133,7 @@ def write_parquet(path: str | Path, table: pa.Table) -> int:
     Raises:
         CheckpointError: the disk refused.
     """
+    leaves = [f"{f.name}.list.element.list.element" if f.name in _TOKEN_TYPES else f.name for f in _SCHEMA]
     split = [f"{name}.list.element.list.element" for name, kind in _TOKEN_TYPES.items() if kind == pa.float64()]
     plain = {*split, "reward", "details", "late_details", "other", "token_ids.list.element.list.element"}
     with writing(path), atomic_file(Path(path)) as file:
@@ -136,7 +143,7 @@ def write_parquet(path: str | Path, table: pa.Table) -> int:
             row_group_size=_ROWS_PER_GROUP,
             compression="zstd",
             use_byte_stream_split=split,
-            use_dictionary=[name for name in _leaves() if name not in plain],
+            use_dictionary=[name for name in leaves if name not in plain],
             write_statistics=list(_ROW_TYPES),
         )
     return len(table)
@@ -182,19 +189,8 @@ def count_rows(path: str | Path) -> int:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
-def _leaves() -> list[str]:
-    return [f"{f.name}.list.element.list.element" if f.name in _TOKEN_TYPES else f.name for f in _SCHEMA]
-
-
-def _sealed(rows: Sequence[dict[str, Any]]) -> pa.RecordBatch:
-    """Rows as `plain_row` gives them; one that does not fit is a whole in `other`."""
-    try:
-        return _batch([_sealed_values(row) for row in rows], SEALED)
-    except _UNFIT:
-        return _batch([_sealed_or_other(row) for row in rows], SEALED)
-
-
 def _sealed_or_other(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as `plain_row` gives it. One that does not fit is a whole in `other`."""
     try:
         values = _sealed_values(row)
         _batch([values], SEALED)
@@ -209,10 +205,6 @@ def _sealed_values(row: Mapping[str, Any]) -> dict[str, Any]:
     values = to_json_value({name: row[name] for name in _ROW_TYPES})
     values |= {name: [record[name] for record in row["records"]] for name in TOKEN_COLUMNS}
     return values | {"details": json_text(details)}
-
-
-def _late(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-    return _batch([_late_values(row) for row in rows], LATE)
 
 
 def _late_values(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,21 +222,15 @@ def _column(values: list[Any], field: pa.Field) -> pa.Array:
     if kind != pa.float64():
         return pa.array(values, field.type)
     if field.name in _TOKEN_TYPES:  # arrays of float64 are copied as they are, others number by number
-        values = [None if row is None else [_float64(column) for column in row] for row in values]
+        values = [
+            None if row is None else [c.astype(np.float64, copy=False) if isinstance(c, np.ndarray) else c for c in row]
+            for row in values
+        ]
     made = pa.array(values, field.type, from_pandas=True)  # NaN becomes null
     numbers = made.flatten().flatten() if field.name in _TOKEN_TYPES else made
     if np.isinf(numbers.drop_null().to_numpy()).any():
         return pa.array(to_json_value(values), field.type)
     return made
-
-
-def _float64(column: Any) -> Any:
-    return column.astype(np.float64, copy=False) if isinstance(column, np.ndarray) else column
-
-
-def _joined(sealed: pa.Table, late: pa.RecordBatch) -> pa.Table:
-    columns = [*sealed.columns, *(pa.chunked_array([column]) for column in late.columns)]
-    return pa.table(columns, schema=_SCHEMA)
 
 
 def _rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

@@ -303,11 +303,8 @@ def _entry(name: str | None, item: Any, key: str) -> Entry:
             raise DataError(f"{where}: weight must be a number above 0, got {weight!r}")
     if not isinstance(item, str) or not item.strip():
         raise DataError(f"{where}: expected a path or package.module:function, got {item!r}")
-    return Entry(name or _default_name(item), item, None if weight is None else float(weight))
-
-
-def _default_name(path: str) -> str:
-    return Path(path).stem if path.endswith(SUFFIXES) else path
+    default = Path(item).stem if item.endswith(SUFFIXES) else item
+    return Entry(name or default, item, None if weight is None else float(weight))
 
 
 def _place(file: str, index: int) -> str:

@@ -94,8 +94,9 @@ def trajectory_to_row(
     Raises:
         ValueError: a column of another length than its record.
     """
+    computed = (advantages, old_log_probs, clipped)
     late = [
-        update_columns(len(record.token_ids), *(_of_record(c, k) for c in (advantages, old_log_probs, clipped)))
+        update_columns(len(record.token_ids), *(None if c is None else c[k] for c in computed))
         for k, record in enumerate(trajectory.records)
     ]
     return to_json_value(plain_row(trajectory, step=step, late=late))
@@ -368,10 +369,6 @@ def _row_to_record(row: dict[str, Any]) -> TrajectoryRecord:
 def _known(cls: type, row: dict[str, Any]) -> dict[str, Any]:
     names = {f.name for f in dataclasses.fields(cls)}
     return {k: v for k, v in row.items() if k in names}
-
-
-def _of_record(columns: Sequence[Sequence[float] | None] | None, k: int) -> Sequence[float] | None:
-    return None if columns is None else columns[k]
 
 
 def json_text(value: Any) -> bytes:

@@ -70,12 +70,10 @@ def _code(value: Any, key: str = "") -> Iterator[str]:
             yield from _code(item, f"{key}[{number}]")
     elif value is True and key.endswith("trust_remote_code"):
         yield f"{key}=true"
-    elif isinstance(value, str) and value and (key.endswith("_config_path") or _is_code(value)):
-        yield f"{key}={value}"
-
-
-def _is_code(text: str) -> bool:
-    return _CODE.fullmatch(text) is not None and _DATA.fullmatch(text) is None
+    elif isinstance(value, str) and value:
+        looks_like_code = _CODE.fullmatch(value) is not None and _DATA.fullmatch(value) is None
+        if looks_like_code or key.endswith("_config_path"):
+            yield f"{key}={value}"
 
 
 def _signature(config: bytes, key: bytes) -> str:

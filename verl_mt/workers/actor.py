@@ -134,8 +134,14 @@ class ActorWorker(Trainable):
                 before_bT = here[columns.OLD_LOG_PROBS]
                 before_bT.copy_(torch.where(torch.isnan(seen_bT), before_bT, seen_bT))
             metrics.updated(self._step(self.ranks.sum(loss)))
-        if not active_B.any():
-            self._measure(rank_batch, old_bT, metrics)
+        if (
+            not active_B.any()
+        ):  # no row moves the policy: measure the step's numbers, agreement with the sampler among them
+            in_loss = (stats.num_in_loss_B > 0).nonzero().squeeze(1)
+            with torch.no_grad():
+                _, seen_bT = self._forward_backward(rank_batch, in_loss, in_loss, old_bT, metrics)
+            here[columns.OLD_LOG_PROBS].copy_(seen_bT)
+            metrics.grad_norms.append(torch.zeros((), device=self.device))
         self._num_batches += 1
         return metrics.summary(self.ranks), {name: here[name] for name in (columns.OLD_LOG_PROBS, columns.CLIPPED)}
 
@@ -234,14 +240,6 @@ class ActorWorker(Trainable):
             max_rows=self.config.ppo_micro_batch_size,
             entropy=entropy,
         )
-
-    @torch.no_grad()
-    def _measure(self, rank_batch: RankBatch, old_bT: Tensor, metrics: UpdateMetrics) -> None:
-        """No row moves the policy: the step's numbers all the same, agreement with the sampler among them."""
-        rows = (rank_batch.stats.num_in_loss_B > 0).nonzero().squeeze(1)
-        _, seen_bT = self._forward_backward(rank_batch, rows, rows, old_bT, metrics)
-        rank_batch.rows[columns.OLD_LOG_PROBS].copy_(seen_bT)
-        metrics.grad_norms.append(torch.zeros((), device=self.device))
 
     def _forward_backward(
         self, rank_batch: RankBatch, rows: Tensor, active: Tensor, old_bT: Tensor, metrics: UpdateMetrics

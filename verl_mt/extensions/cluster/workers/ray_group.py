@@ -384,7 +384,8 @@ class RayWorkerGroup(WorkerGroup):
         rank, error = min(errors.items(), key=lambda item: (_seriousness(item[1]), item[0]), default=(0, None))
         if error is None:
             failure: VerlMTError = _not_come(missing, self._names, doing, _CALL * limit)
-        elif missing and _waited(error):
+        # A rank gave up waiting for another: torch.distributed has no exception of its own for that.
+        elif missing and _seriousness(error) == 2 and "timed out" in str(error).lower():
             failure = _not_come(missing, self._names, doing, limit)
         else:
             failure = self._explain(rank, error, doing)
@@ -418,11 +419,6 @@ class RayWorkerGroup(WorkerGroup):
             cause = error.cause if isinstance(error, RayTaskError) else error
             what = f"{name} of {total} failed while {doing}: {type(cause).__name__}: {cause}"
         return WorkerError(f"{what}\nThe same command goes on from the run's last checkpoint")
-
-
-def _waited(error: Exception) -> bool:
-    """Whether a rank gave up waiting for another; torch.distributed has no exception of its own for that."""
-    return _seriousness(error) == 2 and "timed out" in str(error).lower()
 
 
 def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit_s: float) -> WorkerError:
