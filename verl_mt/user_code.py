@@ -1,64 +1,58 @@
-"""Calling the code of plug-in authors, so that it can neither block nor outlive what waits for it.
+"""Calling the code of plug-in authors, so that it can neither block nor outlive its caller.
 
-Async methods of one plug-in object share one event loop in a daemon thread of its own, so that what they bind to a loop
-(an HTTP client, a lock) stays valid however often the caller starts a new loop. Sync methods run in daemon threads,
-which never keep a process alive.
+- A plain function runs in a daemon thread, which never keeps the process alive.
+- Async methods of one plug-in object share one event loop in a daemon thread. A client or a lock that is bound to that
+  loop stays valid, however often the caller starts a new loop.
 
-A call that blocks inside `async def` (the usual mistake) stops that shared loop. It fails alone, at its own deadline:
-
-- a call that had not begun runs elsewhere, and its time counts from there;
-- a call that was under way cannot be moved. It waits for the loop to come free (`_PATIENCE_S`), and then has its whole
-  time again. It is never made twice, for it may have had effects; only where the caller says that calls may be repeated
-  (rewards) is it made again;
-- from then on every call of that object has a loop and a thread of its own.
-
-A deadline counts the time in which the loop could serve the call: where it fires although the loop is free, what other
-code, or a machine that stood still, took of the call's time is given back to it, once.
+Every call has a deadline. Its caller gets `CallTimeout` in time, whatever the code does. A call that blocks inside
+`async def` (the usual mistake) stops the loop that it shares. When a deadline fires on such a loop, later calls get a
+new one. Other calls on the blocked loop go on if it comes free before their deadlines. If not, they fail with
+`LoopBlocked`, which names the blocking call. No call is moved or made twice, because it may have had effects.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
 import inspect
 import logging
 import math
-import selectors
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_mt.errors import error_text
 from verl_mt.plugins import keep_default_dtype
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _GRACE_S = 0.5
-"""A loop that does not answer for so long, after a deadline fired on it, is blocked."""
-_BEGIN_S = 60.0
-"""A call with a later deadline than this, or none, that has not begun by then asks whether its loop is blocked."""
-_PATIENCE_S = 60.0
-"""How long a call that is under way waits for a loop that others, one after the other, block past their deadlines."""
+"""A loop that executes nothing new for so long, after a call on it was given up, is blocked."""
+_MAX_HANGING = 256
+"""So many threads of one name may hang before no other is started."""
+_HANGING: dict[str, list[threading.Thread]] = {}
+"""Name -> threads whose callers have given up."""
 
 
 class CallTimeout(Exception):
-    """The deadline of a call fired. (A `TimeoutError` that the user's own code raised stays a `TimeoutError`.)"""
+    """A call did not end before its deadline. (A `TimeoutError` of the user's own code stays a `TimeoutError`.)"""
+
+
+class LoopBlocked(CallTimeout):
+    """The event loop of a late call was blocked, and not by the call's own task.
+
+    It was blocked by another call of the same object, or by a task that a call has made.
+    """
 
 
 class NotAnException(RuntimeError):
     """Foreign code raised a `BaseException` (a SystemExit, a bare subclass); it is the `__cause__`."""
-
-
-@dataclass
-class HeldUp:
-    """Time that calls lost to other code; their deadlines do not count it, and no deadline of several calls should."""
-
-    seconds: float = 0.0
 
 
 def is_async_callable(function: Any) -> bool:
@@ -75,16 +69,13 @@ class UserCode:
     Args:
         target: the plug-in object.
         base: the base class of its kind (BaseTool, BaseInteraction).
-        name: for thread names and the log.
-        repeatable: a call may be made twice; one that another call holds up is made again.
+        name: for thread names, errors and the log.
     """
 
-    def __init__(self, target: object, base: type, name: str, *, repeatable: bool = False):
-        self._target, self._base, self._name, self._repeatable = target, base, name, repeatable
+    def __init__(self, target: object, base: type, name: str):
+        self._target, self._base, self._name = target, base, name
         self._lock = threading.Lock()
         self._loop_thread: _LoopThread | None = None
-        self._blocks = False
-        """A call has blocked the shared loop."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads and loops stay in their process; a copy starts its own.
@@ -97,263 +88,150 @@ class UserCode:
         if (loop_thread := self.__dict__.get("_loop_thread")) is not None:
             loop_thread.retire()
 
-    async def call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        timeout_s: float,
-        held_up: HeldUp | None = None,
-    ) -> Any:
-        """`target.method(*args, **kwargs)`, awaited where it is awaitable. `held_up` gets what it lost to others.
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float) -> Any:
+        """`target.method(*args, **kwargs)`, awaited where it is awaitable.
 
         Raises:
-            CallTimeout: after `timeout_s` seconds. Async code is cancelled; a thread cannot be, it is left behind.
+            CallTimeout: after `timeout_s` seconds. Async code is cancelled. A thread cannot be and is left behind.
+            LoopBlocked: the same, because another call blocked the event loop.
             Exception: what the method raised (what is no Exception, such as SystemExit, comes as `NotAnException`).
         """
         function = getattr(self._target, method)
-        if self._inline(method):
+        inherited = getattr(type(self._target), method, None) is getattr(self._base, method, None)
+        if inherited or getattr(self._target, "runs_inline", False):
             return (await _with_deadline(_run(function, args, kwargs), timeout_s)).unwrap()
-        return await self.run(function, args, kwargs, timeout_s=timeout_s, held_up=held_up)
+        return await self.run(function, args, kwargs, timeout_s=timeout_s)
 
     async def run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        timeout_s: float,
-        held_up: HeldUp | None = None,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float
     ) -> Any:
         """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does."""
-        if is_async_callable(function):
-            work = functools.partial(function, *args, **kwargs)
-            return await self._on_loop(work, timeout_s, held_up, repeatable=self._repeatable)
-        outcome = await _with_deadline(_in_thread(function, args, kwargs, self._name), timeout_s)
-        value = outcome.unwrap()
-        if inspect.isawaitable(value):
-            return await self._on_loop(lambda: value, timeout_s, held_up, repeatable=False)
-        return value
-
-    def _inline(self, method: str) -> bool:
-        own, inherited = getattr(type(self._target), method, None), getattr(self._base, method, None)
-        return own is inherited or bool(getattr(self._target, "runs_inline", False))
-
-    async def _on_loop(
-        self, work: Callable[[], Any], timeout_s: float, held_up: HeldUp | None, *, repeatable: bool
-    ) -> Any:
-        asked_s, late = time.monotonic(), CallTimeout(f"timed out after {timeout_s:g} s")
-        call, given_back = self._begin(work), False
+        call = _Call(f"{getattr(function, '__name__', type(function).__name__)} of {self._name}")
         try:
-            while not await call.replies_within(timeout_s):
-                # Asked before the beat, which needs half a second: by then the loop may execute somebody else.
-                blocks = call.blocks(timeout_s)
-                if await call.loop_thread.answers():
-                    # The loop is free. Either the call has not begun because the machine is slow, and waits on; or it
-                    # is late, by its own doing or because others had the loop. Time is given back once only, or a
-                    # loop that is always a little busy would let a call go on for ever.
-                    if call.is_late(timeout_s):
-                        if blocks or given_back or not call.gets_back(timeout_s):
-                            raise late
-                        given_back = True
-                    continue
-                if not call.loop_thread.shared:
-                    # A loop of its own: nobody else can hold it up, so it is the call that blocks.
-                    if call.is_late(timeout_s):
-                        raise late
-                    continue
-                # The shared loop is blocked. Whose fault that is decides what becomes of this call: looked at again,
-                # for it may have begun, and begun to block, while the beat was waited for.
-                self._replace(call.loop_thread)
-                blocks = blocks or call.blocks(timeout_s)
-                if call.withdraw() or (repeatable and not blocks):
-                    call.end()
-                    call = self._begin(work)
-                elif blocks or not await call.comes_free(timeout_s):
-                    raise late
-            return call.reply.future.result().unwrap()
+            outcome = await _with_deadline(self._outcome(call, function, args, kwargs), timeout_s)
+        except CallTimeout as late:
+            raise await _explained(late, call) from None
         finally:
-            call.end()
-            if held_up is not None:
-                held_up.seconds += call.held_up_s(asked_s)
+            if call.loop_thread is not None:
+                call.loop_thread.leave(call)
+        return outcome.unwrap()
 
-    def _begin(self, work: Callable[[], Any]) -> _Call:
+    async def _outcome(
+        self, call: _Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Outcome:
+        """Runs on the caller's loop. Waits for the object's loop, or for a thread and then for what it returned."""
+        if is_async_callable(function):
+            return await self._on_loop(call, functools.partial(function, *args, **kwargs))
+        outcome = await _in_thread(function, args, kwargs, self._name)
+        return await self._on_loop(call, lambda: outcome.value) if inspect.isawaitable(outcome.value) else outcome
+
+    async def _on_loop(self, call: _Call, work: Callable[[], Any]) -> _Outcome:
+        """Runs on the caller's loop. Waits for `work` on the object's loop."""
         with self._lock:
-            loop_thread = self._loop_thread
+            thread = self._loop_thread
             # After a fork the thread object is there but not alive.
-            if loop_thread is None or not loop_thread.thread.is_alive():
-                loop_thread = _LoopThread(self._name, shared=not self._blocks)
-                self._loop_thread = loop_thread if loop_thread.shared else None
-            call = _Call(loop_thread, work)
-        if not loop_thread.shared:
-            loop_thread.retire()
-        return call
-
-    def _replace(self, loop_thread: _LoopThread) -> None:
-        """That loop_thread is blocked: no call is to begin on it any more, or to share another one."""
-        with self._lock:
-            if loop_thread is not self._loop_thread:
-                return
-            self._loop_thread, self._blocks = None, True
-        loop_thread.retire()
-        logger.warning(
-            "%s blocks its event loop inside async code; from now on each of its calls gets a loop of its own. "
-            "Write the method as a plain `def` (it then runs in a thread), or await asyncio.to_thread(...).",
-            self._name,
-        )
+            if thread is None or not thread.is_alive() or thread.is_blocked():
+                thread = self._loop_thread = _LoopThread(self._name)
+            reply = thread.begin(call, work)
+        try:
+            return await asyncio.wrap_future(reply)
+        except asyncio.CancelledError:
+            call.given_up = True
+            thread.wake()
+            raise
 
 
-_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("verl_mt_user_call", default=None)
+@dataclass(eq=False)
+class _Call:
+    label: str
+    loop_thread: _LoopThread | None = None
+    task: asyncio.Task[Any] | None = None
+    given_up: bool = False
 
 
-class _LoopThread:
+class _LoopThread(threading.Thread):
     """An event loop in a daemon thread. It ends when it is retired and its last call is over."""
 
-    def __init__(self, name: str, *, shared: bool):
-        self.shared, self.clock = shared, _LoopClock()
-        self.loop = asyncio.SelectorEventLoop(self.clock)
-        self.loop.set_task_factory(self._new_task)
-        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[_Call]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._num_calls, self._retired = 0, False
-        self.thread = threading.Thread(target=_serve, args=(self.loop,), daemon=True, name=name)
-        self.thread.start()
+    def __init__(self, name: str):
+        super().__init__(daemon=True, name=name)
+        _check_hanging(name)
+        self.loop = asyncio.new_event_loop()
+        self.blocker: _Call | None = None
+        """Set once it is blocked."""
+        self.woken_s: float | None = None
+        """When it was woken, until it looks."""
+        self._calls: set[_Call] = set()
+        self._retired, self._over = False, asyncio.Event()
+        self.start()
 
-    def post(self, callback: Callable[..., Any], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended: nobody waits any more
-            self.loop.call_soon_threadsafe(callback, *args)
+    def run(self) -> None:
+        """Runs in this thread. Waits for the end, then cancels what user code left on the loop."""
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._over.wait())
 
-    def enter(self) -> None:
-        with self._lock:
-            self._num_calls += 1
+    def begin(self, call: _Call, work: Callable[[], Any]) -> concurrent.futures.Future[_Outcome]:
+        """Runs on the caller's loop and waits for nothing. Cancelling the future cancels `work`."""
+        call.loop_thread = self
+        self._calls.add(call)
+        return asyncio.run_coroutine_threadsafe(self._body(call, work), self.loop)
 
-    def leave(self) -> None:
-        with self._lock:
-            self._num_calls -= 1
-        self._stop_if_over()
+    async def _body(self, call: _Call, work: Callable[[], Any]) -> _Outcome:
+        """Runs on this loop. Waits for the user's code, which does not begin once the caller has given up."""
+        call.task = asyncio.current_task()
+        try:
+            return _Outcome() if call.given_up else await _run(work, (), {})
+        except asyncio.CancelledError as error:  # the caller has given up, or the user's code cancelled this task
+            return _Outcome(error=_as_exception(error))
+
+    def leave(self, call: _Call) -> None:
+        """Runs on the caller's loop, which waits for this call no more."""
+        self._calls.discard(call)
+        if self._retired:
+            self.wake()
 
     def retire(self) -> None:
+        """Runs in any thread. No call begins here any more."""
         self._retired = True
-        self._stop_if_over()
+        self.wake()
 
-    def _stop_if_over(self) -> None:
-        if self._retired and self._num_calls == 0:
-            self.post(self.loop.stop)
+    def wake(self) -> None:
+        """Runs in any thread. Makes the loop look whether it is over, which it does at once unless it is blocked."""
+        self.woken_s = self.woken_s or time.monotonic()
+        try:
+            self.loop.call_soon_threadsafe(self._look)
+        except RuntimeError:  # it has ended
+            self.woken_s = None
 
-    async def answers(self) -> bool:
-        beat = _Reply()
-        self.post(beat.send, _Outcome())
-        await asyncio.wait({beat.future}, timeout=_GRACE_S)
-        return beat.future.done()
+    def _look(self) -> None:
+        self.woken_s = None
+        if self._retired and not self._calls:
+            self._over.set()
 
-    def running(self) -> _Call | None:
-        """The call whose code the loop executes now, in whatever task that call has made.
-
-        Asked from another thread, so it is what was so a moment ago; `_Call.blocks` therefore also asks for how long.
-        """
-        task = asyncio.current_task(self.loop)
-        owner = None if task is None else self._owners.get(task)
-        return None if owner is None else owner()
-
-    # A call's code may make tasks of its own (gather, wait_for); each carries the call's context and so its name.
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **kwargs)
-        if (call := _CALL.get()) is not None:
-            self._owners[task] = weakref.ref(call)
-        return task
+    def is_blocked(self) -> bool:
+        """Runs on the caller's loop and waits for nothing. A loop that has once been blocked is so for ever."""
+        if self.blocker is None and time.monotonic() - (self.woken_s or math.inf) >= _GRACE_S:
+            task = asyncio.current_task(self.loop)
+            code = _Call(f"code of {self.name}")  # a callback, or a task that a call has made
+            self.blocker = next((call for call in self._calls if task and call.task is task), code)
+            logger.warning(
+                "%s blocked its event loop. %d other calls share that loop and may fail. Write the method as a plain "
+                "`def` (it then runs in a thread), or await asyncio.to_thread(...).",
+                self.blocker.label, len(self._calls - {self.blocker}),
+            )  # fmt: skip
+            _HANGING.setdefault(self.name, []).append(self)
+            self.retire()
+        return self.blocker is not None
 
 
-class _Call:
-    """One call on a loop_thread."""
-
-    def __init__(self, loop_thread: _LoopThread, work: Callable[[], Any]):
-        self.loop_thread, self.reply, self._work = loop_thread, _Reply(), work
-        self._context = contextvars.copy_context()
-        self._task: asyncio.Task[_Outcome] | None = None
-        self._lock = threading.Lock()
-        self._begun_s: float | None = None
-        self._lost_s = 0.0
-        """What its loop had lost when it began."""
-        self._patience_ends_s: float | None = None
-        self._over = False
-        loop_thread.enter()
-        loop_thread.post(self._context.run, self._start)
-
-    def _start(self) -> None:
-        if not self._over:
-            _CALL.set(self)
-            self._task = self.loop_thread.loop.create_task(self._body())
-            self._task.add_done_callback(lambda done: None if done.cancelled() else self.reply.send(done.result()))
-
-    async def _body(self) -> _Outcome:
-        # Under the lock that `withdraw` takes: a call begins, or is withdrawn and begins elsewhere, and never both.
-        with self._lock:
-            if self._over:
-                return _Outcome()
-            self._lost_s, self._begun_s = self.loop_thread.clock.lost_s(), time.monotonic()
-        return await _run(self._work, (), {})
-
-    async def replies_within(self, timeout_s: float) -> bool:
-        """Wait for it until it is late; where it has not begun, until it should have."""
-        await asyncio.wait({self.reply.future}, timeout=min(timeout_s, _BEGIN_S))
-        while not self.reply.future.done() and self._begun_s is not None and not self.is_late(timeout_s):
-            await asyncio.wait({self.reply.future}, timeout=self._begun_s + timeout_s - time.monotonic())
-        return self.reply.future.done()
-
-    def held_up_s(self, asked_s: float) -> float:
-        """From when it was asked for until its time began."""
-        return (time.monotonic() if self._begun_s is None else self._begun_s) - asked_s
-
-    def is_late(self, timeout_s: float) -> bool:
-        return self._begun_s is not None and time.monotonic() - self._begun_s >= timeout_s
-
-    def gets_back(self, timeout_s: float) -> bool:
-        """Count anew without the time that its loop has lost since it began; whether it is in time then."""
-        if self._begun_s is not None:
-            self._begun_s = min(self._begun_s + self.loop_thread.clock.lost_s() - self._lost_s, time.monotonic())
-        return not self.is_late(timeout_s)
-
-    def blocks(self, timeout_s: float) -> bool:
-        """Whether it is late and its loop executes it, not just for a moment."""
-        return (
-            self.is_late(timeout_s)
-            and self.loop_thread.running() is self
-            and self.loop_thread.clock.busy_s() >= _GRACE_S / 2
-        )
-
-    async def comes_free(self, timeout_s: float) -> bool:
-        """Wait for its loop to go on; its time begins anew. False where it is the next to block it for so long."""
-        beat, ends = _Reply(), self._patience_ends_s or time.monotonic() + _PATIENCE_S
-        self._patience_ends_s = ends
-        since_s = None if self.is_late(timeout_s) else self._begun_s
-        self.loop_thread.post(beat.send, _Outcome())
-        while not beat.future.done() and time.monotonic() < ends:
-            mine, looked_s = self.loop_thread.running() is self, time.monotonic()
-            await asyncio.wait({beat.future}, timeout=min(_GRACE_S, timeout_s / 4))
-            if mine and time.monotonic() - (since_s := since_s or looked_s) >= timeout_s:
-                return False
-        self._begun_s = time.monotonic()
-        return beat.future.done()
-
-    def withdraw(self) -> bool:
-        """End it if it has not begun; whether that is so."""
-        with self._lock:
-            if self._begun_s is not None or self._over:
-                return False
-            self._over = True
-        self.loop_thread.leave()
-        return True
-
-    def end(self) -> None:
-        """Nobody waits for it any more."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-        if not self.reply.future.done():
-            self.loop_thread.post(lambda: self._task.cancel() if self._task is not None else None)
-        self.loop_thread.leave()
+async def _explained(late: CallTimeout, call: _Call) -> CallTimeout:
+    """Runs on the caller's loop, after a deadline. Waits until the call's loop has looked up, at most `_GRACE_S`."""
+    thread = call.loop_thread
+    while thread is not None and thread.woken_s is not None and not thread.is_blocked():
+        await asyncio.sleep(_GRACE_S / 50)
+    if thread is None or thread.blocker is None:
+        return late
+    kind = CallTimeout if thread.blocker is call else LoopBlocked
+    return kind(f"{late}: {thread.blocker.label} blocked its event loop")
 
 
 @dataclass(frozen=True)
@@ -369,56 +247,6 @@ class _Outcome:
         return self.value
 
 
-class _Reply:
-    """A future of the loop that waits, answered from another thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[_Outcome] = self._loop.create_future()
-
-    def send(self, outcome: _Outcome) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._set, outcome)
-
-    def _set(self, outcome: _Outcome) -> None:
-        if not self.future.done():
-            self.future.set_result(outcome)
-
-
-class _LoopClock(selectors.DefaultSelector):
-    """A loop's selector, which counts the time in which the loop served nobody who waited for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._count = 0.0, time.monotonic()
-        """Lost seconds, and the time after which all time is lost again: the loop executes code or wakes too late."""
-
-    def lost_s(self) -> float:
-        lost_s, since = self._count
-        return lost_s + max(0.0, time.monotonic() - since)
-
-    def busy_s(self) -> float:
-        """For how long the loop has executed code without a look at what else is due."""
-        return max(0.0, time.monotonic() - self._count[1])
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self._count = self.lost_s(), math.inf if timeout is None else time.monotonic() + max(timeout, 0.0)
-        ready = super().select(timeout)
-        self._count = self.lost_s(), time.monotonic()
-        return ready
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped, then cancel what is left on it."""
-    loop.run_forever()
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.wait(left))
-    loop.close()
-
-
 def user_code_of(target: Any, base: type, name: str) -> UserCode:
     """The one `UserCode` of a plug-in object, made at first use and kept on it."""
     code = target.__dict__.get("_user_code")
@@ -431,15 +259,16 @@ async def in_daemon_thread(function: Callable[..., Any], *args: Any, **kwargs: A
     """Run a blocking function in a daemon thread: it neither blocks the loop nor keeps the process alive.
 
     Raises:
+        CallTimeout: too many earlier calls of functions of this name still run, though their callers have given up.
         Exception: what the function raised.
     """
     return (await _in_thread(function, args, kwargs, getattr(function, "__name__", "user code"))).unwrap()
 
 
-async def _with_deadline(awaitable: Any, timeout_s: float) -> Any:
+async def _with_deadline(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
     try:
         async with asyncio.timeout(timeout_s) as scope:
-            return await awaitable
+            return await coroutine
     except TimeoutError:
         if scope.expired():
             raise CallTimeout(f"timed out after {timeout_s:g} s") from None
@@ -449,7 +278,14 @@ async def _with_deadline(awaitable: Any, timeout_s: float) -> Any:
 async def _in_thread(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 ) -> _Outcome:
-    reply, context = _Reply(), contextvars.copy_context()
+    """Runs on the caller's loop. Waits for a new thread, which is left behind if the caller gives up."""
+    _check_hanging(name)
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    reply: asyncio.Future[_Outcome] = loop.create_future()
+
+    def answer(outcome: _Outcome) -> None:
+        if not reply.done():
+            reply.set_result(outcome)
 
     def work() -> None:
         try:
@@ -457,13 +293,31 @@ async def _in_thread(
         except BaseException as error:
             outcome = _Outcome(error=_as_exception(error))
         keep_default_dtype(function)
-        reply.send(outcome)
+        with contextlib.suppress(RuntimeError):  # the caller's loop has ended
+            loop.call_soon_threadsafe(answer, outcome)
 
-    threading.Thread(target=work, daemon=True, name=name).start()
-    return await reply.future
+    thread = threading.Thread(target=work, daemon=True, name=name)
+    thread.start()
+    try:
+        return await reply
+    except asyncio.CancelledError:
+        _HANGING.setdefault(name, []).append(thread)
+        raise
+
+
+def _check_hanging(name: str) -> None:
+    """Raise `CallTimeout` where so many threads of this name hang that more could exhaust the machine."""
+    if name in _HANGING:
+        _HANGING[name] = [thread for thread in _HANGING[name] if thread.is_alive()]
+        if (count := len(_HANGING[name])) >= _MAX_HANGING:
+            raise CallTimeout(
+                f"not started: {count} earlier calls of {name} passed their deadlines and still run. Set a timeout in "
+                "its code"
+            )
 
 
 async def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
+    """Runs on the caller's loop or on the object's. Waits for the user's code. Raises only a cancellation."""
     try:
         value = function(*args, **kwargs)
         return _Outcome(value=await value if inspect.isawaitable(value) else value)

@@ -12,6 +12,7 @@ from hostile import EXCEPTIONS, deadline_only_for
 from verl_mt.errors import DataError, UserCodeError
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession, InteractionTurn
+from verl_mt.user_code import CallTimeout, LoopBlocked
 
 
 class Recorder(BaseInteraction):
@@ -193,30 +194,34 @@ def test_whatever_an_interaction_raises_is_its_own_error(method, name):
 
 
 @pytest.mark.slow
-def test_of_nine_answers_of_which_three_block_in_async_code_three_fail(monkeypatch):
+def test_of_nine_answers_of_which_one_blocks_in_async_code_eight_fail_as_blocked(monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
-    over = [threading.Event() for _ in range(9)]
+    begun, over = [], threading.Event()
 
     class ThirdBlocks(BaseInteraction):
         async def generate_response(self, instance_id, messages, **kwargs):
-            if (number := int(instance_id.split("/")[0])) % 3 == 2:
-                over[number].wait(60)
-            await asyncio.sleep(0.01)
+            begun.append(instance_id)
+            while len(begun) < 9:
+                await asyncio.sleep(0.001)
+            if instance_id == "2/third":
+                over.wait(60)
+            await asyncio.sleep(1e6 if len(begun) == 9 else 0.0)
             return True, "", 1.0, {}
 
     shared = ThirdBlocks({"name": "third"})
 
-    async def one(number):
-        try:
-            return (await InteractionSession(shared, str(number), timeout_s=0.6).respond(MESSAGES, turn=1)).score
-        finally:
-            over[number].set()
+    async def one(number, timeout_s=2.0):
+        return (await InteractionSession(shared, str(number), timeout_s=timeout_s).respond(MESSAGES, turn=1)).score
 
     async def main():
-        return await asyncio.gather(*map(one, range(9)), return_exceptions=True)
+        found = await asyncio.gather(*map(one, range(9)), return_exceptions=True)
+        return found, await one(0, timeout_s=60)
 
-    found = asyncio.run(main())
-    assert [r if r == 1.0 else type(r) for r in found] == [1.0, 1.0, UserCodeError] * 3
+    found, later = asyncio.run(main())
+    over.set()
+    assert [type(error) for error in found] == [UserCodeError] * 9 and later == 1.0
+    assert [type(error.__cause__) for error in found] == [CallTimeout if n == 2 else LoopBlocked for n in range(9)]
+    assert "generate_response of interaction third blocked its event loop" in str(found[0])
 
 
 @pytest.mark.parametrize("value", [1e39, -1e308, 1e16, float("inf")])

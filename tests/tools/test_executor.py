@@ -346,7 +346,8 @@ def test_retries_end_with_the_deadline_and_the_model_s_mistakes_are_not_retried(
     pauses, sleep = [], asyncio.sleep
 
     async def paused(seconds, *result):
-        pauses.append(seconds)
+        if seconds >= 0.1:  # shorter ones are of a late call, which asks its loop for an answer
+            pauses.append(seconds)
         await sleep(0)
 
     # Only pauses take time. An attempt that misses its share of the deadline counts as one that raised.
@@ -694,62 +695,40 @@ def test_whatever_the_close_of_a_tool_raises_stops_no_other(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["execute", "release"])
-def test_of_nine_calls_of_which_three_block_in_async_code_three_are_errors(method, monkeypatch):
+def test_of_nine_calls_of_which_one_blocks_in_async_code_eight_are_counted_as_blocked(method, monkeypatch):
     monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
-    tool, begun, over = Tool(), [], [threading.Event() for _ in range(9)]
+    tool, begun, over = Tool(), [], threading.Event()
 
     async def blocks(instance_id, *args, **kwargs):
         begun.append(instance_id)
-        number = int(instance_id.split("/")[0])
-        if number % 3 == 2:
-            over[number].wait(60)
-        await asyncio.sleep(0.01)
-        return "ok"
+        while len(begun) < 9:
+            await asyncio.sleep(0.001)
+        if instance_id == "2/tool":
+            over.wait(60)
+        await asyncio.sleep(1e6)
 
     setattr(tool, method, blocks)
-    tools = executor(tool, timeout_s=0.6)
+    tools = executor(tool, timeout_s=2.0)
 
     async def one(number):
         session = tools.open(str(number))
         results = await session.run(calls({}), turn=1)
         await session.close()
-        over[number].set()
-        return results[0].failure, session.counters.get("tools/tool/errors", 0)
+        return results[0].text, [
+            session.counters.get(f"tools/tool/{e}", 0) for e in ("errors", "timeouts", "loop_blocked")
+        ]
 
     async def main():
         return await asyncio.gather(*map(one, range(9)))
 
     found = asyncio.run(main())
-    assert [errors for _, errors in found] == [0, 0, 1] * 3
-    assert [failure for failure, _ in found] == [None, None, "tool" if method == "execute" else None] * 3
-    assert sorted(begun) == [f"{n}/tool" for n in range(9)]
-
-
-@pytest.mark.slow
-def test_a_trajectory_that_begins_while_another_blocks_the_tool_has_its_whole_time(monkeypatch):
-    monkeypatch.setattr("verl_mt.user_code._GRACE_S", 0.1)
-    blocks, over = threading.Event(), threading.Event()
-
-    async def behave(parameters):
-        if parameters:
-            blocks.set()
-            over.wait(60)
-        await asyncio.sleep(0.01)
-        return "ok"
-
-    tools = executor(Tool(behave), timeout_s=0.6)
-
-    async def main():
-        first, second = tools.open("first"), tools.open("second")
-        held = asyncio.create_task(first.run(calls({"block": 1}), turn=1))
-        assert await asyncio.to_thread(blocks.wait, 60)
-        # Both calls wait for one `create`, which is held up.
-        fine = await second.run(calls({}, {}), turn=1)
-        wrong = await held
-        over.set()
-        return wrong[0].failure, [r.failure for r in fine]
-
-    assert asyncio.run(main()) == ("tool", [None, None])
+    over.set()
+    if method == "execute":
+        assert {text for text, _ in found} == {"<error>Tool failed: timed out after 2 s</error>"}
+        assert [counts for _, counts in found] == [[1, 1, 0 if n == 2 else 1] for n in range(9)]
+    else:
+        assert found == [("ok", [1, 0, 0])] * 9
+    assert sorted(begun) == [f"{n}/tool" for n in range(9)], "none is made twice"
 
 
 @pytest.mark.parametrize("value", [1e39, -1e308, 1e16, float("nan")])

@@ -53,8 +53,8 @@ async def call_with_deadline(
     """
     try:
         return await code.run(function, args, kwargs, timeout_s=timeout_s)
-    except CallTimeout:
-        raise CallFailed("timeout", f"gave no result within {timeout_s:g} s (reward.timeout_s)", "") from None
+    except CallTimeout as error:
+        raise CallFailed("timeout", f"gave no result within reward.timeout_s: {error}", "") from None
     except NotAnException as error:
         raise CallFailed("raised", error_text(error), traceback_text(error.__cause__ or error)) from error
     except Exception as error:
@@ -181,7 +181,7 @@ class _FunctionReward(Reward):
         self.label = label
         self.kwargs = dict(kwargs)
         self.timeout_s = timeout_s
-        self._code = UserCode(function, object, "verl_mt-reward", repeatable=True)
+        self._code = UserCode(function, object, "verl_mt-reward")
         if _names_math_verify(function):
             verify_in_threads()
         parameters = _parameters(function, label)

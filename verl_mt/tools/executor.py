@@ -38,7 +38,7 @@ from verl_mt.tools.results import (
 )
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
-from verl_mt.user_code import CallTimeout, HeldUp, user_code_of
+from verl_mt.user_code import CallTimeout, LoopBlocked, user_code_of
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +149,13 @@ class ToolSession:
         self.agent_data = agent_data
         """What `execute` gets as `agent_data`, where it takes that."""
         self.counters: dict[str, float] = {}
-        """`tools/<name>/calls|errors|timeouts|model_errors|over_budget|truncated|retries|media_dropped|latency_s`,
-        `.../converted_arguments`, and the numbers that `execute` returned as metrics, summed (`numeric_metrics` says
-        under which names).
+        """`tools/<name>/calls|errors|timeouts|loop_blocked|model_errors|over_budget|truncated|retries|media_dropped`,
+        `.../latency_s`, `.../converted_arguments`, and the numbers that `execute` returned as metrics, summed
+        (`numeric_metrics` says under which names).
 
         `calls` counts every call the model wrote; `errors`, `model_errors` and `over_budget` never overlap; `timeouts`
         are among the first, or among the second where a tool ran what the model wrote and that did not end;
+        `loop_blocked` are the `timeouts` of calls whose event loop another call of the tool blocked;
         `media_dropped` counts images and videos that the model cannot see: it gets a note in their place."""
         self.time_spans: list[TimeSpan] = []
         self.calls: list[dict[str, Any]] = []
@@ -240,6 +241,7 @@ class ToolSession:
             reason = f"timed out after {limit_s:g} s" if late else error_text(error, whole=True)
             answer = _Answer(f"Tool failed: {reason}", failure="tool")
             self._count(metric, "timeouts", float(late))
+            self._count(metric, "loop_blocked", float(isinstance(error, LoopBlocked)))
             self._log(name, turn, error)
         if answer.failure is not None:
             self._count(metric, "model_errors" if answer.failure == "model" else "errors")
@@ -273,29 +275,29 @@ class ToolSession:
                 self.time_spans.append(TimeSpan("tool", started, ended, turn, name))
 
     async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
-        deadline, held_up = time.monotonic() + self._limits.timeout_of(self._tools[name]), HeldUp()
+        deadline = time.monotonic() + self._limits.timeout_of(self._tools[name])
         for left in range(self._limits.retries, -1, -1):
-            share_s = max((deadline + held_up.seconds - time.monotonic()) / (left + 1), 1e-3)
+            share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
             try:
-                return await self._attempt(name, arguments, share_s, held_up)
+                return await self._attempt(name, arguments, share_s)
             except (ToolCallError, EngineError):
                 raise
             except Exception as error:
                 backoff_s = _FIRST_BACKOFF_S * 2 ** (self._limits.retries - left)
-                if left == 0 or time.monotonic() + backoff_s >= deadline + held_up.seconds:
+                if left == 0 or time.monotonic() + backoff_s >= deadline:
                     raise
                 self._log(name, turn, error)
             self._count(name, "retries")
             await asyncio.sleep(backoff_s)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _attempt(self, name: str, arguments: dict[str, Any], timeout_s: float, held_up: HeldUp) -> _Answer:
-        ends = time.monotonic() + timeout_s - held_up.seconds
-        instance = await self._instance(name, timeout_s, held_up)
+    async def _attempt(self, name: str, arguments: dict[str, Any], timeout_s: float) -> _Answer:
+        ends = time.monotonic() + timeout_s
+        instance = await self._instance(name, timeout_s)
         # The arguments are also in the messages: a tool that changes its own must not change those.
         args = (instance.instance_id, copy.deepcopy(arguments))
-        left_s = max(ends + held_up.seconds - time.monotonic(), 1e-3)
-        response, reward, metrics = normalize(await self._call(name, "execute", args, left_s, held_up))
+        left_s = max(ends - time.monotonic(), 1e-3)
+        response, reward, metrics = normalize(await self._call(name, "execute", args, left_s))
         answer = _from_response(response, reward, metrics)
         if instance.opening is not None:
             opening, instance.opening = _from_response(instance.opening), None
@@ -307,14 +309,13 @@ class ToolSession:
             answer.videos = [load_video(video) for video in answer.videos]
         return answer
 
-    async def _instance(self, name: str, timeout_s: float, held_up: HeldUp | None = None) -> _Instance:
-        asked_s = time.monotonic()
+    async def _instance(self, name: str, timeout_s: float) -> _Instance:
+        ends = time.monotonic() + timeout_s
         async with self._creating.setdefault(name, asyncio.Lock()):
-            if held_up is not None:
-                held_up.seconds += time.monotonic() - asked_s
             if name not in self._instances:
                 proposed = f"{self.trajectory_id}/{name}"
-                created = await self._call(name, "create", (proposed,), timeout_s, held_up)
+                left_s = max(ends - time.monotonic(), 1e-3)
+                created = await self._call(name, "create", (proposed,), left_s)
                 self._instances[name] = _as_instance(created, proposed)
             return self._instances[name]
 
@@ -344,9 +345,7 @@ class ToolSession:
             self._log(name, None, error)
         return [*instance.rewards, final]
 
-    async def _call(
-        self, name: str, method: str, args: tuple[Any, ...], timeout_s: float, held_up: HeldUp | None = None
-    ) -> Any:
+    async def _call(self, name: str, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         tool = self._tools[name]
         kwargs = copy.deepcopy(self._row_kwargs.get(name, {}).get(f"{method}_kwargs", {}))
         if method == "create" and reads_nested_kwargs(type(tool)):
@@ -354,7 +353,7 @@ class ToolSession:
         if method == "execute" and takes_agent_data(tool.execute):
             kwargs = {"agent_data": self.agent_data, **kwargs}
         code = user_code_of(tool, BaseTool, f"tool {name}")
-        return await code.call(method, args, kwargs, timeout_s=timeout_s, held_up=held_up)
+        return await code.call(method, args, kwargs, timeout_s=timeout_s)
 
     def _finish(self, name: str, call_id: str, metric: str, answer: _Answer) -> ToolResult:
         limits, count_tokens = self._limits, self._executor.count_tokens

@@ -20,7 +20,17 @@ Failure = Literal["model", "tool", "infrastructure"]
 """Whose fault: the model's (bad call), the tool's (raised, timed out), the infrastructure's (engine gone)."""
 Keep = Literal["head", "tail", "both"]
 
-EVENTS = ("calls", "errors", "timeouts", "model_errors", "over_budget", "truncated", "retries", "media_dropped")
+EVENTS = (
+    "calls",
+    "errors",
+    "timeouts",
+    "loop_blocked",
+    "model_errors",
+    "over_budget",
+    "truncated",
+    "retries",
+    "media_dropped",
+)
 """What is counted of a tool; its other counters (`latency_s`, its own metrics) are sums over its calls."""
 
 CountTokens = Callable[[str], Sized]
