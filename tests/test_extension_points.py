@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt import extension_points
-from verl_mt.errors import PluginError
+from verl_mt import engines, extension_points
+from verl_mt.chat.parsers import get_parser, tool_parsers
+from verl_mt.config.compose import compose
+from verl_mt.config.policy_losses import POLICY_LOSSES
+from verl_mt.config.rollout import ENGINES
+from verl_mt.errors import ConfigError, PluginError
 from verl_mt.import_paths import read_table, real_path
 from verl_mt.plugins import Registry, load_object
 
@@ -91,6 +95,36 @@ def test_another_package_adds_a_name(other_packages):
     assert load_object("mine", what="trainer.logger", registry=registry) is registry["mine"]
     with pytest.raises(PluginError, match=r"unknown tracker 'mien'; did you mean 'mine'"):
         Registry("tracker", group="verl_mt.trackers").find("mien")
+
+
+def test_another_package_adds_an_engine_a_loss_and_a_parser(other_packages):
+    code = """
+from verl_mt.chat.parsers import HermesParser
+from verl_mt.config.policy_losses import PolicyLoss
+from verl_mt.engines.scripted import ScriptedEngine
+
+class Engine(ScriptedEngine): pass
+class Parser(HermesParser): pass
+
+def loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT):
+    return -(log_probs_BT * advantages_BT), {}
+
+LOSS = PolicyLoss("foreign_things.loss", options={}, aggregation="seq-mean-token-mean")
+"""
+    points = "[verl_mt.engines]\nmine = foreign_things:Engine\n[verl_mt.policy_losses]\nmine = foreign_things:LOSS\n"
+    points += "[verl_mt.tool_parsers]\nmine = foreign_things:Parser\n"
+    other_packages("foreign", points, foreign_things=code)
+    loss = "actor_rollout_ref.actor.policy_loss={loss_mode: mine}"
+    parser = "actor_rollout_ref.rollout.multi_turn.tool_parser=mine"
+    try:
+        config = compose(["actor_rollout_ref.rollout.name=mine", loss, parser])
+        assert engines._find("mine").__name__ == "Engine" and get_parser("mine").__class__.__name__ == "Parser"
+        assert config.actor_rollout_ref.actor.aggregation == "seq-mean-token-mean"
+        with pytest.raises(ConfigError, match="'nobodys', expected one of"):
+            compose(["actor_rollout_ref.rollout.name=nobodys"])
+    finally:
+        for registry in (ENGINES, POLICY_LOSSES, tool_parsers):
+            registry.pop("mine", None)
 
 
 def test_another_package_adds_a_command(other_packages, capsys):

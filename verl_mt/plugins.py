@@ -64,7 +64,7 @@ class Registry(dict[str, T], Generic[T]):
             return False
         path = find_entry_point(self._group, name)
         if path is not None:
-            super().__setitem__(name, cast("T", path))
+            super().__setitem__(name, cast("T", _load_entry_point(self._group, name, path, f"{self.kind} {name}")))
         return path is not None
 
     def __setitem__(self, name: str, value: T) -> None:

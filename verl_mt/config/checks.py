@@ -416,7 +416,7 @@ def _corrections(config: Config) -> Iterator[str]:
         )
     by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
     loss_mode = actor.policy_loss.get("loss_mode")
-    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[loss_mode].by_trajectory:
+    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[str(loss_mode)].by_trajectory:
         yield (
             f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={loss_mode}: a weight or mask per token "
             "would turn the ratio of a sequence into another one; use sequence or geometric, or a loss per token"

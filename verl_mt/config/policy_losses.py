@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_mt.config.declare import Condition, Section, ValueOf, check_option, only, option
 from verl_mt.errors import ConfigError
-from verl_mt.plugins import names_code, suggest
+from verl_mt.plugins import Registry, names_code, suggest
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 
@@ -87,70 +87,76 @@ def _clip_cov_bounds(options: Mapping[str, Any]) -> str | None:
 _BOTH_SIDES = ("clip_low", "clip_high")
 _LOSSES, _WORKERS = "verl_mt.algorithms", "verl_mt.workers.loss"  # paths: this room imports neither
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(f"{_LOSSES}.losses.ppo_clip_loss", clips=(*_BOTH_SIDES, "clip_c")),
-    "gspo": PolicyLoss(
-        f"{_LOSSES}.losses.gspo_loss",
-        clips=_BOTH_SIDES,
-        aggregation="seq-mean-token-mean",  # arXiv:2507.18071, eq. 5
-        over_mini_batch=f"{_WORKERS}.trajectory_ratios",
-        by_trajectory=True,
-    ),
-    "cispo": PolicyLoss(f"{_LOSSES}.losses.cispo_loss", clips=_BOTH_SIDES),
-    "sapo": PolicyLoss(
-        f"{_LOSSES}.losses.sapo_loss",
-        options={
-            "tau_pos": option(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6),
-            "tau_neg": option(1.05, "SAPO: the same on the others.", min=1e-6),
-        },
-        aggregation="seq-mean-token-mean",  # arXiv:2511.20347
-    ),
-    "fipo": PolicyLoss(
-        f"{_LOSSES}.future_kl.fipo_loss",
-        options={
-            "fipo_half_life": option(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
-            "fipo_weight_low": option(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
-            "fipo_weight_high": option(1.2, "FIPO: largest weight of a token.", min=1),
-            "fipo_safety_ratio": option(
-                4.0,
-                "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Idle from `clip_ratio_c` on, "
-                "where the dual clip leaves such a token no gradient.",
-            ),
-        },
-        clips=(*_BOTH_SIDES, "clip_c"),
-        looks_ahead=True,
-    ),
-    "real": PolicyLoss(
-        f"{_LOSSES}.contrast.real_loss",
-        options={"real_tau": option(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)},
-        aggregation="seq-mean-token-mean",
-        over_mini_batch=f"{_WORKERS}.group_contrast",
-        by_trajectory=True,
-        moves_without_advantage=True,  # an advantage of 0 is a negative sample
-    ),
-    "gpg": PolicyLoss(f"{_LOSSES}.losses.gpg_loss"),
-    "clip_cov": PolicyLoss(
-        f"{_LOSSES}.covariance.clip_cov_loss",
-        options={
-            "clip_cov_ratio": option(0.0002, "Clip-Cov: share of the tokens that are left out.", min=0, max=1),
-            "clip_cov_lb": option(1.0, "Clip-Cov: smallest covariance of a candidate."),
-            "clip_cov_ub": option(5.0, "Clip-Cov: largest covariance of a candidate."),
-        },
-        problem=_clip_cov_bounds,
-        clips=_BOTH_SIDES,
-        over_mini_batch=f"{_WORKERS}.tokens_to_leave_out",
-    ),
-    "kl_cov": PolicyLoss(
-        f"{_LOSSES}.covariance.kl_cov_loss",
-        options={
-            "kl_cov_ratio": option(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1),
-            "ppo_kl_coef": option(0.1, "KL-Cov: weight of their penalty.", min=0),
-        },
-        over_mini_batch=f"{_WORKERS}.tokens_to_hold_back",
-        moves_without_advantage=True,  # its penalty |log ratio|, which is also what has the kink
-        kinked=True,
-    ),
-}
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    {
+        "vanilla": PolicyLoss(f"{_LOSSES}.losses.ppo_clip_loss", clips=(*_BOTH_SIDES, "clip_c")),
+        "gspo": PolicyLoss(
+            f"{_LOSSES}.losses.gspo_loss",
+            clips=_BOTH_SIDES,
+            aggregation="seq-mean-token-mean",  # arXiv:2507.18071, eq. 5
+            over_mini_batch=f"{_WORKERS}.trajectory_ratios",
+            by_trajectory=True,
+        ),
+        "cispo": PolicyLoss(f"{_LOSSES}.losses.cispo_loss", clips=_BOTH_SIDES),
+        "sapo": PolicyLoss(
+            f"{_LOSSES}.losses.sapo_loss",
+            options={
+                "tau_pos": option(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6),
+                "tau_neg": option(1.05, "SAPO: the same on the others.", min=1e-6),
+            },
+            aggregation="seq-mean-token-mean",  # arXiv:2511.20347
+        ),
+        "fipo": PolicyLoss(
+            f"{_LOSSES}.future_kl.fipo_loss",
+            options={
+                "fipo_half_life": option(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
+                "fipo_weight_low": option(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
+                "fipo_weight_high": option(1.2, "FIPO: largest weight of a token.", min=1),
+                "fipo_safety_ratio": option(
+                    4.0,
+                    "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Unused from "
+                    "`clip_ratio_c` on, where the dual clip leaves such a token no gradient.",
+                ),
+            },
+            clips=(*_BOTH_SIDES, "clip_c"),
+            looks_ahead=True,
+        ),
+        "real": PolicyLoss(
+            f"{_LOSSES}.contrast.real_loss",
+            options={
+                "real_tau": option(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)
+            },
+            aggregation="seq-mean-token-mean",
+            over_mini_batch=f"{_WORKERS}.group_contrast",
+            by_trajectory=True,
+            moves_without_advantage=True,  # an advantage of 0 is a negative sample
+        ),
+        "gpg": PolicyLoss(f"{_LOSSES}.losses.gpg_loss"),
+        "clip_cov": PolicyLoss(
+            f"{_LOSSES}.covariance.clip_cov_loss",
+            options={
+                "clip_cov_ratio": option(0.0002, "Clip-Cov: share of the tokens that are left out.", min=0, max=1),
+                "clip_cov_lb": option(1.0, "Clip-Cov: smallest covariance of a candidate."),
+                "clip_cov_ub": option(5.0, "Clip-Cov: largest covariance of a candidate."),
+            },
+            problem=_clip_cov_bounds,
+            clips=_BOTH_SIDES,
+            over_mini_batch=f"{_WORKERS}.tokens_to_leave_out",
+        ),
+        "kl_cov": PolicyLoss(
+            f"{_LOSSES}.covariance.kl_cov_loss",
+            options={
+                "kl_cov_ratio": option(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1),
+                "ppo_kl_coef": option(0.1, "KL-Cov: weight of their penalty.", min=0),
+            },
+            over_mini_batch=f"{_WORKERS}.tokens_to_hold_back",
+            moves_without_advantage=True,  # its penalty |log ratio|, which is also what has the kink
+            kinked=True,
+        ),
+    },
+    group="verl_mt.policy_losses",
+)
 """Value of `policy_loss.loss_mode` -> its record."""
 
 
@@ -158,7 +164,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 class LossChoice(Section):
     """What the mapping holds whatever the loss is; its other keys are the options of the chosen one."""
 
-    loss_mode: str = option("vanilla", "The loss.", choices=tuple(POLICY_LOSSES), plugin=True)
+    loss_mode: str = option("vanilla", "The loss.", choices=POLICY_LOSSES, plugin=True)
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
     options = {key: value for key, value in given.items() if key != "loss_mode"}
     if names_code(name):
         return ChosenLoss(name, PolicyLoss.of_user(name), options)
-    check_option(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": tuple(POLICY_LOSSES)})
+    check_option(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": POLICY_LOSSES})
     loss = POLICY_LOSSES[name]
     for key, value in options.items():
         readers = {mode: other.options[key] for mode, other in POLICY_LOSSES.items() if key in other.options}

@@ -58,6 +58,7 @@ tool_parsers: Registry[type[ToolParser]] = Registry(
         "react": ReactParser,
         "search_r1": SearchR1Parser,
     },
+    group="verl_mt.tool_parsers",
 )
 
 aliases: dict[str, str] = {
