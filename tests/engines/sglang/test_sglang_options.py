@@ -235,7 +235,7 @@ def test_without_sglang_or_its_cpu_platform_there_is_one_clear_error(monkeypatch
 def test_the_cpu_platform_steps_aside_for_a_gpu_and_for_sglangs_own_cpu_kernels(monkeypatch):
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cpu_platform.activate() == "verl_mt.engines.sglang.cpu_platform_class.TorchCpuPlatform"
+    assert cpu_platform.activate() == "verl_mt.extensions.cluster.sglang.cpu_platform_class.TorchCpuPlatform"
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert cpu_platform.activate() is None
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE")

@@ -18,4 +18,4 @@ def activate() -> str | None:
     accelerated = torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available()
     if accelerated or os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
-    return "verl_mt.engines.sglang.cpu_platform_class.TorchCpuPlatform"
+    return "verl_mt.extensions.cluster.sglang.cpu_platform_class.TorchCpuPlatform"

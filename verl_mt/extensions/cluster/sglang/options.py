@@ -283,8 +283,10 @@ def require_sglang() -> None:
             f"{_KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
             "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md); or sample with rollout.name=local"
         )
+    # An installation of an earlier version has the documented path, which leads there too.
+    paths = {f"verl_mt.{package}.sglang.cpu_platform:activate" for package in ("extensions.cluster", "engines")}
     plugins = {entry.value for entry in entry_points(group="sglang.srt.platforms")}
-    if not torch.cuda.is_available() and "verl_mt.engines.sglang.cpu_platform:activate" not in plugins:
+    if not torch.cuda.is_available() and paths.isdisjoint(plugins):
         raise ConfigError(
             f"{_KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
             "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
