@@ -15,7 +15,7 @@ PACKAGE = REPO / "verl_mt"
 COMMANDS = sorted(
     {f.parent.name for f in PACKAGE.glob("*/__main__.py")}
     | {f.stem for f in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in f.read_text()}
-    | {path.rpartition(".")[2] for path in own("verl_mt.commands").values()}
+    | {".".join(path.split(".")[3:]) for path in own("verl_mt.commands").values()}
 )
 """Under the names that the pages give them."""
 SAYS_WHAT_WAS_IMPORTED = """

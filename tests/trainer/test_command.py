@@ -53,12 +53,14 @@ STEP_KEYS = {
 # Every sequence goes through the model, so that every step has every number.
 WHOLE = ("actor_rollout_ref.actor.skip_zero_advantage=False", "data.train_batch_size=2", "data.val_max_samples=2")
 
+LOGGER = "trainer.logger=[console,tensorboard]"
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """`python -m verl_mt.trainer` for three steps of the default task: (its folder, what it printed)."""
     folder = tmp_path_factory.mktemp("command")
-    return folder, run_command(folder, *WHOLE, "trainer.logger=[console,tensorboard]")
+    return folder, run_command(folder, *WHOLE, LOGGER)
 
 
 @pytest.mark.slow
@@ -97,7 +99,9 @@ class TestARun:
         file = folder / "runs" / "tiny" / "config.yaml"
         text = file.read_text()
         assert "${" not in text and "defaults" not in text
-        assert dataclasses.asdict(compose(config_name=str(file))) == dataclasses.asdict(compose([*SMALL, *WHOLE]))
+        assert dataclasses.asdict(compose(config_name=str(file))) == dataclasses.asdict(
+            compose([*SMALL, *WHOLE, LOGGER])
+        )
 
     @pytest.mark.parametrize("step", [1, 3])
     def test_its_rollout_rows_hold_what_was_trained(self, finished, step):

@@ -31,6 +31,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 OWN = ("actor_rollout_ref.model.path=verl_mt://tiny", "data.train_files=verl_mt.tiny.problems:rows")
 """Own model and own data: nothing of the default task, so no tools and no validation."""
 NOT_READ_BY_A_RUN = {
+    "algorithm.rollout_correction",  # by `correction_of`, in config/, for the actor
     "trainer.experiment_name",  # names the directory, which the test sets
     "trainer.dry_run",  # for the command
     "trainer.max_restarts",  # for workers in other processes

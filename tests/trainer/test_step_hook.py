@@ -9,6 +9,7 @@ from command_lab import FEW, NO_VALIDATION, VARIED, metrics_of, rows_of, small_t
 from kill_lab import same
 
 from verl_mt.errors import CollapseError
+from verl_mt.plugins import Registry
 from verl_mt.trainer import build, checkpoint
 from verl_mt.trainer.checkpoint import step_of
 from verl_mt.trainer.rollout_source import RolloutSource
@@ -108,7 +109,8 @@ def test_a_hook_rolls_a_run_back_and_ends_it_with_its_own_error(tmp_path):
 def test_a_source_that_may_sample_ahead_has_the_same_bits_where_it_does_not(tmp_path, monkeypatch):
     ended = []
     for name in ("synchronous", "asynchronous"):
-        monkeypatch.setitem(build.SOURCES, "synchronous", build.SOURCES[name])
+        sources = Registry("rollout source", {**build.SOURCES, "synchronous": build.SOURCES[name]})
+        monkeypatch.setattr(build, "SOURCES", sources)
         trainer = small_trainer(tmp_path / name, *QUICK, "trainer.save_freq=3")
         assert (type(trainer.source) is RolloutSource) is (name == "synchronous")
         trainer.fit()
