@@ -306,7 +306,7 @@ async def _in_thread(
 
 
 def _check_hanging(name: str) -> None:
-    """Raise `CallTimeout` where so many threads of this name hang that more could exhaust the machine."""
+    """Raise `CallTimeout` if `_MAX_HANGING` threads of this name hang: more could exhaust the machine."""
     if name in _HANGING:
         _HANGING[name] = [thread for thread in _HANGING[name] if thread.is_alive()]
         if (count := len(_HANGING[name])) >= _MAX_HANGING:

@@ -21,19 +21,19 @@ from verl_mt.chat.loading import is_multimodal
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import Config, correction_of
+from verl_mt.config.schema import Config, correction_of, explicit_keys
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import PromptLog
 from verl_mt.data.sampler import RowSampler
 from verl_mt.engines.base import EngineHost, InferenceEngine
-from verl_mt.errors import CheckpointError, ConfigError, DataError, VerlMTError
+from verl_mt.errors import CheckpointError, ConfigError, DataError, PluginError, VerlMTError
 from verl_mt.extension_points import known, own
 from verl_mt.interactions import session as interactions
 from verl_mt.modeling.load import export_hf, meta_causal_lm, source_of
 from verl_mt.modeling.lora import without_adapters
 from verl_mt.modeling.weights import named_weights
-from verl_mt.plugins import Registry, import_plugins, load_object, objects_in, plugin_names
+from verl_mt.plugins import Registry, import_plugins, listing, load_object, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
@@ -211,6 +211,11 @@ def _hooks(parts: HookParts) -> StepHooks:
     trainer, factor = parts.config.trainer, parts.config.data.over_sample
     asked = {"debug_data": trainer.debug_rollout_data is not None, "staleness": trainer.steps_ahead or factor > 1}
     paths = {**own(_HOOKS), **known(_HOOKS)}
+    asked["collapse"] = "collapse" in paths or "trainer.collapse_guard" in explicit_keys(parts.config)
+    if missing := [name for name, wanted in asked.items() if wanted and name not in paths]:
+        raise PluginError(
+            f"step hook {listing(missing)}: an extension has it, and verl_mt/extensions is not installed here"
+        )
     found = (load_object(path, what=f"step hook {name}") for name, path in paths.items() if asked.get(name, True))
     return StepHooks(hook for hook in (kind.of(parts) for kind in found) if hook is not None)
 

@@ -1,7 +1,7 @@
 """Prompts in flight: which may be started, which of those that are finished make a batch, and how old their tokens are.
 
-The bound `trainer.max_staleness` is kept by admission: what may be started now is trained within so many updates,
-however long it takes, so that nothing has to be thrown away. Steps ahead are whole steps, which are trained in the
+The bound `trainer.max_staleness` is kept by admission: a prompt starts only if it will be trained within that many
+updates, however long it takes. Nothing is thrown away. Steps ahead are whole steps, which are trained in the
 order in which their prompts were drawn: a long conversation is in its batch as surely as a short one.
 
 With `data.over_sample` more prompts are in flight than a step trains, and a batch is what has finished first. Without a
