@@ -16,6 +16,7 @@ from typing import Any
 
 from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.declare import shown
+from verl_mt.config.extended import added
 from verl_mt.config.options import (
     KL_CTRL,
     RC,
@@ -51,7 +52,7 @@ def check(config: Config) -> None:
         _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
         _rollout_workers, _placement, _run, _staleness, _numbers,
     )  # fmt: skip
-    _raise([text for group in groups for text in group(config)])
+    _raise([text for group in (*groups, *(more.problems for more in added().values())) for text in group(config)])
 
 
 def check_once(config: Config) -> None:

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.alias_tables import aliases
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
+from verl_mt.config.extended import extended
 from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
 from verl_mt.config.normalize import (
     Problem,
@@ -358,7 +359,7 @@ def _folder(path: str | Path, flag: str) -> Path:
 @functools.cache
 def _schema() -> DictConfig:
     """Made once: it is a good part of a composition. `merge` copies it."""
-    return OmegaConf.structured(Config)
+    return OmegaConf.structured(extended(Config))
 
 
 def _value_problems(merged: Any) -> list[Problem]:

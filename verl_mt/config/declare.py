@@ -215,7 +215,18 @@ def option(
 
 @dataclass
 class Section:
-    """A node of the config. Checks every option of its own when made."""
+    """A node of the config. Checks every option of its own when made, with those that extensions add to it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        from verl_mt.config.extended import extended  # which is made of sections
+
+        return super().__new__(extended(cls))
+
+    def __reduce__(self) -> Any:
+        from verl_mt.config.extended import core_of
+
+        # The class with the keys of extensions has no name of its own that another process could import.
+        return _restored, (core_of(type(self)), vars(self))
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -224,6 +235,12 @@ class Section:
             also = item.metadata.get("also")
             if also and value in also:
                 setattr(self, item.name, also[value])
+
+
+def _restored(cls: type[Section], values: dict[str, Any]) -> Section:
+    section: Section = cls.__new__(cls)
+    vars(section).update(values)
+    return section
 
 
 S = TypeVar("S", bound=Section)

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
+from verl_mt.config.extended import extended
 from verl_mt.config.options import GuardThresholds, KLControlOptions, RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
@@ -450,13 +451,13 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
 @functools.cache
 def leaves() -> dict[str, Leaf]:
     """Dotted key -> leaf, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, None) if isinstance(node, Leaf)}
+    return {node.key: node for node in _walk(extended(Config), None) if isinstance(node, Leaf)}
 
 
 @functools.cache
 def sections() -> dict[str, SectionNode]:
     """Dotted key -> section, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, None) if isinstance(node, SectionNode)}
+    return {node.key: node for node in _walk(extended(Config), None) if isinstance(node, SectionNode)}
 
 
 def open_parent(key: str) -> Leaf | None:
