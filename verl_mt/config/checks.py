@@ -29,7 +29,6 @@ from verl_mt.config.options import (
 )
 from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
 from verl_mt.config.redact import redact
-from verl_mt.config.rollout import problems_of_placement
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code
@@ -49,8 +48,7 @@ def check(config: Config) -> None:
     """
     groups = (
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
-        _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
-        _rollout_workers, _placement, _run, _staleness, _numbers,
+        _reward_placement, _critic, _losses, _corrections, _dapo, _placement, _run, _staleness, _numbers,
     )  # fmt: skip
     _raise([text for group in (*groups, *(more.problems for more in added().values())) for text in group(config)])
 
@@ -472,46 +470,6 @@ def _losses(config: Config) -> Iterator[str]:
             "leaves a token of negative advantage no gradient above its bound, so that no weight is held; lower "
             "fipo_safety_ratio, raise clip_ratio_c, or set clip_ratio_c=null"
         )
-
-
-def _engine(config: Config) -> Iterator[str]:
-    name = config.actor_rollout_ref.rollout.name
-    if name == "sglang":
-        yield from _sglang(config)
-    if name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
-        yield from problems_of_placement(config.actor_rollout_ref.rollout, config.trainer.placement)
-
-
-def _rollout_workers(config: Config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    asked, limit = f"{_ROLLOUT}.num_workers={rollout.num_workers}", rollout.max_concurrent
-    if not rollout.num_workers:
-        return
-    if rollout.mode == "sync":
-        yield (
-            f"{asked} with {_ROLLOUT}.mode=sync: conversations of several processes cannot take their turns in "
-            "lock-step; use mode=async, or num_workers=0"
-        )
-    if limit is not None and limit < rollout.num_workers:
-        yield (
-            f"{asked} with {_ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least; "
-            "raise it, or have fewer workers"
-        )
-
-
-def _sglang(config: Config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    for url in rollout.servers:
-        if not url.startswith(("http://", "https://")):
-            yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
-    urls = [url.rstrip("/") for url in rollout.servers]
-    for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"{_ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
-    way = rollout.weight_transport
-    if way == "broadcast" and rollout.placed == "colocated":
-        yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
-    if way in ("tensors", "copy") and rollout.devices_apart and config.trainer.placement == "ray":
-        yield f"{_ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
 
 
 def _placement(config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code, suggest
@@ -58,6 +58,25 @@ class _Choice(Condition):
 
     def missing(self, value_of: ValueOf) -> str:
         return f"{self} (it is {shown(value_of(self.key))}{self.why and ', ' + self.why})"
+
+
+@dataclass(frozen=True)
+class _OtherThan(Condition):
+    """A key has none of some values."""
+
+    key: str
+    values: tuple[Any, ...]
+    known: Collection[str]
+
+    def __str__(self) -> str:
+        others = [name for name in self.known if name not in self.values]
+        return f"{self.key}={' or '.join(others)}" if others else f"{self.key} other than {' or '.join(self.values)}"
+
+    def holds(self, value_of: ValueOf) -> bool:
+        return value_of(self.key) not in self.values
+
+    def missing(self, value_of: ValueOf) -> str:
+        return f"{self} (it is {shown(value_of(self.key))})"
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,15 @@ def only(key: str, *values: Any, own: bool = True, why: str = "") -> Condition:
     return _Choice(key, values, own, why)
 
 
+def other_than(key: str, *values: str, known: Collection[str]) -> Condition:
+    """`key` has none of these values.
+
+    Args:
+        known: the values to name to a reader, those that are ruled out among them.
+    """
+    return _OtherThan(key, values, known)
+
+
 def is_set(key: str, *, disabled_by: tuple[str, ...] = (), why: str = "") -> Condition:
     """`key` is neither null, False, 0, off nor empty.
 
@@ -218,15 +246,16 @@ class Section:
     """A node of the config. Checks every option of its own when made, with those that extensions add to it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        from verl_mt.config.extended import extended  # which is made of sections
+        return super().__new__(Section.extended_of(cls))
 
-        return super().__new__(extended(cls))
+    extended_of: ClassVar[Callable[[type], type]] = staticmethod(lambda cls: cls)
+    """Class of the schema -> the same with the keys of extensions; set by the schema."""
+    core: ClassVar[type[Section] | None] = None
+    """Of a class with the keys of extensions: the class of the schema that it was made of."""
 
     def __reduce__(self) -> Any:
-        from verl_mt.config.extended import core_of
-
-        # The class with the keys of extensions has no name of its own that another process could import.
-        return _restored, (core_of(type(self)), vars(self))
+        # A class with the keys of extensions has no name of its own that another process could import.
+        return _restored, (self.core or type(self), vars(self))
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

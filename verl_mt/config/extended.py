@@ -59,16 +59,21 @@ def added() -> dict[str, ConfigSections]:
 
 
 @functools.cache
-def _classes() -> dict[type, type]:
-    """Class of the core -> the same with further keys: of those that have some, or hold a section that has."""
-    from verl_mt.config.schema import Config  # whose classes are made with this module
+def extended_classes(root: type[Section]) -> dict[type, type]:
+    """Class of the schema -> the same with further keys: of those that have some, or hold a section that has.
 
+    Args:
+        root: the schema's.
+
+    Raises:
+        PluginError: an extension has a key that there is already, or one below no section.
+    """
     given: _Given = {}
     for name, found in added().items():
         for key, cls in found.sections.items():
             given.setdefault(key, []).append((name, cls))
     made: dict[type, type] = {}
-    _extend(Config, "", given, made)
+    _extend(root, "", given, made)
     for key, ((name, _), *_) in given.items():
         raise PluginError(f"entry point {name!r} of {GROUP}: {key!r} is no section of the configuration, nor below one")
     return made
@@ -91,12 +96,14 @@ def _extend(cls: type, key: str, given: _Given, made: dict[type, type]) -> type:
             given[below] = others
             extended = _extend(inside, below, given, made)
             new.append((name, extended, option(extended, (inside.__doc__ or below).strip().splitlines()[0])))
-        elif isinstance(inside := hints[name], type) and issubclass(inside, Section):
-            if (extended := _extend(inside, below, given, made)) is not inside:
-                new.append((name, extended, dataclasses.field(default_factory=extended, metadata=fields[name].metadata)))
+            continue
+        inside, metadata = hints[name], fields[name].metadata
+        is_section = isinstance(inside, type) and issubclass(inside, Section)
+        if is_section and (extended := _extend(inside, below, given, made)) is not inside:
+            new.append((name, extended, dataclasses.field(default_factory=extended, metadata=metadata)))
     if not new and not bases:
         return cls
-    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__}
+    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, "core": cls}
     made[cls] = dataclasses.make_dataclass(cls.__name__, new, bases=(*bases, cls), namespace=namespace)
     return made[cls]
 
@@ -113,16 +120,6 @@ def _refuse_twice(key: str, owners: dict[str, str], more: list[tuple[str, type[S
             if (owner := owners.setdefault(item.name, name)) != name:
                 twice = f"{key}.{item.name}".lstrip(".")
                 raise PluginError(f"entry point {name!r} of {GROUP}: {owner} has the key {twice} already; rename yours")
-
-
-def extended(cls: type) -> type:
-    """A class of the schema with the keys of extensions; the class itself where it has none."""
-    return _classes().get(cls, cls)
-
-
-def core_of(cls: type) -> type:
-    """The other way round."""
-    return next((core for core, more in _classes().items() if more is cls), cls)
 
 
 def section_of(config: Section, cls: type[S]) -> S:

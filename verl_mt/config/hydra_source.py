@@ -24,9 +24,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from verl_mt.config.extended import extended
 from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError
 from verl_mt.reading import parse_yaml
@@ -222,4 +221,4 @@ def _register_plugins() -> None:
         plugins.register(plugin)
     store = ConfigStore.instance()
     if f"{BASE}.yaml" not in store.repo:
-        store.store(BASE, node=extended(Config))
+        store.store(BASE, node=schema())

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
-from verl_mt.config.extended import extended
+from verl_mt.config.extended import extended_classes
 from verl_mt.config.options import GuardThresholds, KLControlOptions, RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
@@ -388,6 +388,14 @@ class Config(Section):
     external_plugins: list[str] = option([], "Python files or modules imported at start; they register plug-ins.")
 
 
+def schema() -> type[Config]:
+    """`Config` with the keys of extensions, as `Config()` makes it."""
+    return extended_classes(Config).get(Config, Config)
+
+
+Section.extended_of = staticmethod(lambda cls: extended_classes(Config).get(cls, cls))  # type: ignore[assignment]
+
+
 def correction_of(config: Config) -> dict[str, Any]:
     """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
     is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
@@ -451,13 +459,13 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
 @functools.cache
 def leaves() -> dict[str, Leaf]:
     """Dotted key -> leaf, in the order of the schema."""
-    return {node.key: node for node in _walk(extended(Config), None) if isinstance(node, Leaf)}
+    return {node.key: node for node in _walk(schema(), None) if isinstance(node, Leaf)}
 
 
 @functools.cache
 def sections() -> dict[str, SectionNode]:
     """Dotted key -> section, in the order of the schema."""
-    return {node.key: node for node in _walk(extended(Config), None) if isinstance(node, SectionNode)}
+    return {node.key: node for node in _walk(schema(), None) if isinstance(node, SectionNode)}
 
 
 def open_parent(key: str) -> Leaf | None:

@@ -396,20 +396,16 @@ def place_engine(
     overlaps = steps_ahead > 0
     if module is not None and overlaps and engine is None:
         module = copy.deepcopy(without_adapters(module))
-    elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
-    if elsewhere or not engines.lives_beside_ranks(rollout.name):
+    if engine or config.trainer.debug_mode == "train_only" or not engines.lives_beside_ranks(rollout.name):
         return module, engine, (), overlaps
-    hosts = workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
-    return module, engine, hosts, overlaps
+    return module, engine, workers.engine_hosts(), overlaps
 
 
 def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:
-    """From these workers to the stream's engine; files go to `folder` where the configuration names none."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.weight_sync_dir is not None:
-        folder = Path(rollout.weight_sync_dir)
-    transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
-    return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
+    """From these workers to the stream's engine; files go to `folder` where the engine names none."""
+    engine, megabytes = stream.runner.context.engine, config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+    transport = Transport(bucket_bytes=megabytes * 1024 * 1024, folder=engine.weights_folder or folder)
+    return WeightSync(engine, workers, stream.call, transport)
 
 
 def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:

@@ -97,15 +97,11 @@ class WorkerGroup(abc.ABC):
         """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
         are to be used or copied before the next one is asked for."""
 
-    def engine_hosts(self, ranks_per_engine: int, apart: tuple[int, int] | None = None) -> tuple[EngineHost, ...]:
-        """Places for engines: one for so many ranks, on their devices; none where these are this process.
-
-        Args:
-            ranks_per_engine: devices of an engine.
-            apart: (machines, devices on each) for engines that have their own instead.
+    def engine_hosts(self) -> tuple[EngineHost, ...]:
+        """Places for the engines that the configuration asks for; none where the workers are this process.
 
         Raises:
-            ConfigError: the ranks of a machine do not divide into so many, or there is no room for more.
+            ConfigError: there is no room for them.
         """
         return ()
 

@@ -21,7 +21,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_mt import engines
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.errors import ConfigError, NoRoomError, PluginError, error_text
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.workers.setup import Placement, WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -173,10 +175,18 @@ def resolve_device(setup: WorkerSetup) -> WorkerSetup:
 def apart(setup: WorkerSetup) -> tuple[int, dict[str, float]] | None:
     """(machines, what each must have) for engines with devices of their own; None = there are none."""
     rollout = setup.config.rollout
-    if rollout.devices_apart is None or not engines.lives_beside_ranks(rollout.name):
+    devices = keys_of(rollout).devices_apart
+    if devices is None or not engines.lives_beside_ranks(rollout.name):
         return None
-    machines, on_each = rollout.devices_apart
+    machines, on_each = devices
     return machines, bundle(setup, on_each)
+
+
+def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Distributions that every machine of a worker group needs for its engines, in one version."""
+    if keys_of(rollout).placed == "servers" or not engines.lives_beside_ranks(rollout.name):
+        return ()
+    return engines.packages_of(rollout.name)
 
 
 def usable(setup: WorkerSetup) -> list[dict[str, Any]]:

@@ -27,11 +27,13 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.workers.engine_hosts import RayHost, how_it_ended
 from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
 from verl_mt.extensions.cluster.workers.ray_cluster import (
     bundle,
     connect,
+    packages_on_machines,
     require_room,
     require_same_versions,
     require_travel,
@@ -76,7 +78,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(self, setup: WorkerSetup):
         placement, rollout = setup.placement, setup.config.rollout
         require_travel(placement.objects)
-        machines, on_each = rollout.devices_apart or (0, 0)
+        machines, on_each = keys_of(rollout).devices_apart or (0, 0)
         self._ours = connect(placement, machines * on_each)
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
@@ -97,7 +99,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
-            require_same_versions(("verl_mt", "torch", *engines.packages_on_machines(rollout)), usable(self._setup))
+            require_same_versions(("verl_mt", "torch", *packages_on_machines(rollout)), usable(self._setup))
             engine = rollout.name
             self._patience_s = setup.patience_s
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
@@ -169,10 +171,10 @@ class RayWorkerGroup(WorkerGroup):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
 
-    def engine_hosts(self, ranks_per_engine: int, apart: tuple[int, int] | None = None) -> tuple[EngineHost, ...]:
-        self._hosts = [
-            *(self._hosts_beside(ranks_per_engine) if apart is None else self._hosts_apart(ranks_per_engine, *apart))
-        ]
+    def engine_hosts(self) -> tuple[EngineHost, ...]:
+        if (wanted := keys_of(self._setup.config.rollout).started_on) is not None:
+            size, apart = wanted
+            self._hosts = [*(self._hosts_beside(size) if apart is None else self._hosts_apart(size, *apart))]
         return tuple(self._hosts)
 
     def _hosts_beside(self, ranks_per_engine: int) -> Iterator[RayHost]:
