@@ -93,7 +93,7 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.dry_run=True"), "dry_run is done by an extension"),
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
-            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "step hook collapse"),
+            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard: unknown key"),
         ],
     )
     def test_what_an_extension_does_is_refused(self, core, words, says):

@@ -18,26 +18,22 @@ from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.declare import shown
 from verl_mt.config.extended import added
 from verl_mt.config.options import (
-    KL_CTRL,
     RC,
-    THRESHOLDS,
-    KLControlOptions,
     RolloutCorrectionOptions,
     read_kl_control,
     read_rollout_correction,
-    read_thresholds,
 )
 from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
+from verl_mt.extension_points import known
 from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
 """Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
-_TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
 def check(config: Config) -> None:
@@ -295,15 +291,14 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _mappings(config: Config) -> Iterator[str]:
-    for key, read in {KL_CTRL: read_kl_control, THRESHOLDS: read_thresholds}.items():
-        try:
-            options = read(value_of(config, key))
-        except ConfigError as error:
-            yield str(error)
-            continue
-        penalises = not isinstance(options, KLControlOptions) or options.type == "adaptive" or options.kl_coef > 0
-        if config.algorithm.use_kl_in_reward and not penalises:
-            yield "algorithm.use_kl_in_reward with kl_ctrl.kl_coef=0 penalises nothing: give a weight, or leave it out"
+    try:
+        options = read_kl_control(config.algorithm.kl_ctrl)
+    except ConfigError as error:
+        yield str(error)
+        return
+    penalises = options.type == "adaptive" or options.kl_coef > 0
+    if config.algorithm.use_kl_in_reward and not penalises:
+        yield "algorithm.use_kl_in_reward with kl_ctrl.kl_coef=0 penalises nothing: give a weight, or leave it out"
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -500,11 +495,12 @@ def _run(config: Config) -> Iterator[str]:
             "trainer.debug_mode=train_only trains on saved rollouts and samples nothing: it needs "
             "trainer.debug_rollout_data, and does not go with trainer.val_only"
         )
+    trackers = ("console", "file", *known("verl_mt.trackers"))
     for name in trainer.logger:
         # A plug-in may register one; those are known when plug-ins are imported.
-        if name not in _TRACKERS and not config.external_plugins and not re.search("[.:]", name):
+        if name not in trackers and not config.external_plugins and not re.search("[.:]", name):
             yield (
-                f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}, and the dotted path or "
+                f"trainer.logger: unknown tracker {name!r}; known: {', '.join(trackers)}, and the dotted path or "
                 "file.py:Name of one of your own"
             )
 

@@ -212,6 +212,8 @@ class Limits(TypedDict, total=False):
     """Beside the choices, the dotted path or file.py:name of an object of the user's."""
     also: dict[Any, Any]
     """Other names of values, with what they become: `{False: "off"}`, since YAML reads `off` as False."""
+    may_change: bool
+    """It may differ when a run goes on: what a person sees, or how often, never what is computed."""
     options: type[Section]
     """Of a mapping: the dataclass whose fields it may hold."""
 

@@ -21,7 +21,7 @@ from verl_mt.chat.loading import is_multimodal
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import Config, correction_of, explicit_keys
+from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import PromptLog
@@ -211,7 +211,6 @@ def _hooks(parts: HookParts) -> StepHooks:
     trainer, factor = parts.config.trainer, parts.config.data.over_sample
     asked = {"debug_data": trainer.debug_rollout_data is not None, "staleness": trainer.steps_ahead or factor > 1}
     paths = {**own(_HOOKS), **known(_HOOKS)}
-    asked["collapse"] = "collapse" in paths or "trainer.collapse_guard" in explicit_keys(parts.config)
     if missing := [name for name, wanted in asked.items() if wanted and name not in paths]:
         raise PluginError(
             f"step hook {listing(missing)}: an extension has it, and verl_mt/extensions is not installed here"
