@@ -223,7 +223,7 @@ class RolloutRunner:
                 # would have log-probs of histories that never were. The gate's place and the engine's session stay, so
                 # that a deterministic engine does not go on without this conversation.
                 trajectory = begin(time_spans=list(waited))
-                session = RolloutSession(context, trajectory, order, lost + replaced, prompt.truncated)
+                session = self.driver.session_class(context, trajectory, order, lost + replaced, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
                 if all(t is not trajectory for t in outcome):
                     # What tools and engine did is counted, though the first conversation came to nothing.
@@ -503,12 +503,7 @@ def message_ids(trajectory: Trajectory) -> dict[int, list[int]]:
     """Number of a sampled assistant message -> its ids in order, text that was put into it included."""
     found: dict[int, list[int]] = {}
     for record in trajectory.records:
-        stretches: dict[int, tuple[int, int]] = {}
-        for span in record.assistant_turns:
-            number = trajectory.rounds[span.turn - 1] if trajectory.rounds else span.turn - 1
-            start, _ = stretches.get(number, (span.start, 0))
-            stretches[number] = (start, span.end)
-        for number, (start, end) in stretches.items():
+        for number, (start, end) in trajectory.message_ranges(record.assistant_turns).items():
             found.setdefault(number, []).extend(record.token_ids[start:end])
     return found
 

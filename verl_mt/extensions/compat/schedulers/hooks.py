@@ -28,9 +28,10 @@ from verl_mt.data.requests import (
 )
 from verl_mt.data.trajectory import StopReason
 from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
+from verl_mt.extensions.toolbox.editing.reconcile import clear_bits, keep_loss_flags, take_messages
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.plugins import listing, suggest
-from verl_mt.rollout.reconcile import clear_bits, keep_loss_flags, take_messages
-from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.rollout.session import AssistantTurn
 from verl_mt.rollout.tool_loop import run_calls
 from verl_mt.tools.executor import ToolSession
 from verl_mt.user_code import UserCode
@@ -138,7 +139,7 @@ def current() -> SchedulerConversation:
 class SchedulerConversation:
     """What one trajectory's hooks have said, and how they reach its session. Created on the rollout's loop."""
 
-    session: RolloutSession
+    session: EditableSession
     code: UserCode
     name: str
     """Of the scheduler, for errors."""
@@ -279,7 +280,7 @@ class SchedulerConversation:
         bits = [1] * len(self._ids) if mask is None else user_values.bits_of(mask, "response_loss_mask")
         user_values.log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
         if mask is not None:
-            self.session.mask_given = True
+            self.session.ignore_loss_scale()
             clear_bits(self.session, self._start, self._ids, bits)
 
     def is_over(self, said: Any) -> bool:
@@ -430,7 +431,7 @@ class SchedulerConversation:
             last.messages = copy.deepcopy(session.messages)
 
 
-def request_config(session: RolloutSession) -> RequestConfig:
+def request_config(session: EditableSession) -> RequestConfig:
     """The run's own settings, for a scheduler to look at."""
     own = session.context.sampling
     return replace(RequestConfig(), temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)

@@ -36,10 +36,10 @@ from verl_mt.extensions.toolbox.agent.endpoint import (
     likeness,
     read_request,
 )
+from verl_mt.extensions.toolbox.editing.reconcile import take_request
+from verl_mt.extensions.toolbox.editing.session import EditableSession, session_of
 from verl_mt.plugins import load_object
-from verl_mt.rollout.drivers import DriverParts, Episode
-from verl_mt.rollout.reconcile import take_request
-from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.drivers import DriverParts, Episode, RolloutDriver
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.agent_function_path"
 
 
-class AgentDriver:
+class AgentDriver(RolloutDriver):
     """Runs the function once per episode, behind a URL of its own.
 
     Args:
@@ -60,6 +60,8 @@ class AgentDriver:
         ConfigError: it does not take (row, base_url, api_key), or the web server is not installed.
     """
 
+    session_class = EditableSession
+
     def __init__(self, path: str, parser: ToolParser):
         self._agent = _Agent(path)
         self._code = UserCode(self._agent, object, "verl_mt-agent")
@@ -67,8 +69,8 @@ class AgentDriver:
         self._server = AgentServer()
 
     async def run(self, episode: Episode) -> None:
-        conversation = AgentConversation(episode.session, self._parser)
-        session, row = episode.session, episode.prompt.row
+        session, row = session_of(episode), episode.prompt.row
+        conversation = AgentConversation(session, self._parser)
         url = await self._server.open(conversation.answer)
         timeout_s = session.context.limits.conversation_s
         failure: Exception | None = None
@@ -114,7 +116,7 @@ def build(config: Config, parts: DriverParts) -> AgentDriver:
 class AgentConversation:
     """What is asked under one URL, one request after the other."""
 
-    def __init__(self, session: RolloutSession, parser: ToolParser):
+    def __init__(self, session: EditableSession, parser: ToolParser):
         self.session = session
         self.lost: EngineGoneError | DeadlineError | None = None
         """The engine went away (the trajectory starts again), or a deadline fired where none may."""
