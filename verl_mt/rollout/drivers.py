@@ -70,6 +70,8 @@ class RolloutDriver(Protocol):
     async def run(self, episode: Episode) -> None:
         """Drive the episode until its session has ended (`session.ended`).
 
+        Runs on the rollout's loop. Waits for the engine and for user code.
+
         Raises:
             EngineGoneError: the engine went away; the trajectory starts again.
             Exception: anything else fails this trajectory, and no other.

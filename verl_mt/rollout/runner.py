@@ -146,6 +146,8 @@ class RolloutRunner:
     async def run(self, plan: RolloutPlan) -> AsyncGenerator[TrajectoryGroup]:
         """Yield each group when its last trajectory is scored, in the order they finish.
 
+        Runs on the rollout's loop, or on that of a rollout worker. Waits for the groups.
+
         Raises:
             DeadlineError: a deadline fired in a deterministic run.
         """
@@ -435,7 +437,8 @@ class Gate:
     async def enter(
         self, order: tuple[int, int], open_session: Callable[[], None], close_session: Callable[[], None]
     ) -> None:
-        """Returns once it is let in; who is cancelled in that moment leaves again."""
+        """Returns once it is let in; who is cancelled in that moment leaves again. Runs on the rollout's loop. Waits
+        for the other conversations."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1

@@ -153,7 +153,7 @@ class RolloutSession:
     # ---- what is sampled
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn | None:
-        """Sample the next assistant turn and record it.
+        """Sample the next assistant turn and record it. Runs on the rollout's loop. Waits for the engine.
 
         Args:
             max_tokens: fewer than the limits allow; None = those.
@@ -357,6 +357,8 @@ class RolloutSession:
 
     async def finish(self) -> None:
         """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended.
+
+        Runs on the rollout's loop. Waits for the sanity check, in the thread `sanity`.
 
         A long conversation takes a second to render and compare: a thread does it, so that others go on meanwhile. In
         a deterministic run all wait for each other anyway, and the order in which findings are counted may not depend

@@ -64,7 +64,8 @@ class _Call:
         self._loop = asyncio.get_running_loop()
 
     async def on_rollout_loop(self, coroutine: Any) -> Any:
-        """Await something that belongs to the rollout's loop from the function's."""
+        """Await something that belongs to the rollout's loop from the function's. Runs on the loop of the function's
+        thread. Waits for the rollout's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
@@ -263,6 +264,7 @@ class CustomGenerateDriver(RolloutDriver):
         self._prompt_key = config.data.prompt_key
 
     async def run(self, episode: Episode) -> None:
+        """Runs on the rollout's loop. Waits for the function, in its own thread."""
         session = session_of(episode)
         shown = self._shown_prompt(episode)
         text = shown if isinstance(shown, str) and self._render else None

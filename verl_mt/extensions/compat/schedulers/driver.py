@@ -182,6 +182,7 @@ class SchedulerDriver(RolloutDriver):
             raise conversation.error("run", "it returned None; return a RolloutOutput, or a list of them")
 
     async def _run(self, conversation: SchedulerConversation) -> Any:
+        """Runs on the rollout's loop. Waits for the scheduler's `run`, in its own thread."""
         request, config = conversation.request, request_config(conversation.session)
         if not self._custom_run:
             return await self.scheduler.run(request, config)  # type: ignore[arg-type]

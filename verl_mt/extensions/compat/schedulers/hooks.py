@@ -168,6 +168,8 @@ class SchedulerConversation:
     async def hook(self, method: str, *args: Any) -> Any:
         """Call one of the scheduler's methods, positionally.
 
+        Runs on the rollout's loop. Waits for the scheduler's thread, at most `timeout_s`.
+
         Raises:
             UserCodeError: it raised or was late; names scheduler, hook, trajectory and turn.
         """
@@ -187,7 +189,8 @@ class SchedulerConversation:
         return await self._there(self._infer(request, config))
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the rollout's loop."""
+        """Run it on the rollout's loop. Runs on the loop of the scheduler's thread, or on the rollout's. Waits for the
+        rollout's loop."""
         if asyncio.get_running_loop() is self._loop:
             return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -327,6 +330,7 @@ class SchedulerConversation:
         self.session.trajectory.media[kind] = list(items)
 
     async def _infer(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
+        """Runs on the rollout's loop. Waits for the conversation's last turn, then for the engine."""
         async with self._lock:
             self.waiting_since = None
             try:

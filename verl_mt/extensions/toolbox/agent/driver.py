@@ -69,6 +69,7 @@ class AgentDriver(RolloutDriver):
         self._server = AgentServer()
 
     async def run(self, episode: Episode) -> None:
+        """Runs on the rollout's loop. Waits for the agent, in its own thread."""
         session, row = session_of(episode), episode.prompt.row
         conversation = AgentConversation(session, self._parser)
         url = await self._server.open(conversation.answer)
@@ -128,7 +129,8 @@ class AgentConversation:
         """Place of an assistant message -> what the client was shown instead, where that differs."""
 
     async def answer(self, body: Any) -> tuple[int, Any]:
-        """HTTP status and body for the body of a request."""
+        """HTTP status and body for the body of a request. Runs on the rollout's loop. Waits for an earlier request,
+        then for the engine."""
         try:
             request = read_request(body)
         except RequestError as error:
@@ -148,7 +150,7 @@ class AgentConversation:
                 return 500, error_body(error_text(error, named=True), "internal_error")
 
     async def close(self) -> None:
-        """Wait for a request that is under way, and refuse later ones."""
+        """Wait for a request that is under way, and refuse later ones. Runs on the rollout's loop."""
         self._closed = True
         async with self._lock:
             pass
@@ -216,6 +218,7 @@ class _Agent:
         self._function = function
 
     async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        """Runs on the agent's loop. Waits for a plain function in a daemon thread."""
         if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
             return await self._function(row, base_url, api_key)
         return await in_daemon_thread(self._function, row, base_url, api_key)
