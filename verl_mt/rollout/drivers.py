@@ -66,6 +66,8 @@ class RolloutDriver(Protocol):
 
     session_class: type[RolloutSession] = RolloutSession
     """The class of the sessions that this driver needs."""
+    is_tool_loop: bool = False
+    """Without tools and interactions, a conversation has one turn."""
 
     async def run(self, episode: Episode) -> None:
         """Drive the episode until its session has ended (`session.ended`).
@@ -80,6 +82,8 @@ class RolloutDriver(Protocol):
 
 class ToolLoopDriver(RolloutDriver):
     """The default: tool calls are answered, then the interaction, if there is one, reacts."""
+
+    is_tool_loop = True
 
     async def run(self, episode: Episode) -> None:
         await run_tool_loop(episode.session, episode.tools, episode.interaction)
