@@ -363,13 +363,15 @@ class InferenceEngine(abc.ABC):
     async def start(self) -> None:  # noqa: B027 - engines that are ready when made have nothing to do
         """Wait until the engine can serve. Called before anything else; `generate` does it where nobody did.
 
+        Runs on the caller's loop.
+
         Raises:
             ConfigError: it cannot start, or is not the engine that the configuration describes.
         """
 
     @abc.abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Sample one assistant turn.
+        """Sample one assistant turn. Runs on the caller's loop. Waits for the turn.
 
         Raises:
             EngineGoneError: the engine died or is closed.
@@ -382,7 +384,8 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop sampling (running requests wait, or are aborted) until `resume`."""
+        """Stop sampling (running requests wait, or are aborted) until `resume`. Runs on the caller's loop. Waits until
+        no token is being sampled."""
 
     @abc.abstractmethod
     async def resume(self) -> None:
@@ -391,6 +394,8 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
         """Take new weights; every token sampled afterwards carries `update.version`.
+
+        Runs on the caller's loop. Waits until the engine has the weights.
 
         Raises:
             EngineError: this engine does not take that kind of update.

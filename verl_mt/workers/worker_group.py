@@ -169,7 +169,8 @@ class InlineWorkerGroup(WorkerGroup):
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
         """The weights are on the device meanwhile, whoever says that they may go: an engine that comes back is given
-        them in a thread of its own, perhaps in the middle of an update."""
+        them in a thread of its own, perhaps in the middle of an update. Runs in any thread. Waits for an onload or
+        offload in another one."""
         with self._lock:
             self._users += 1
         try:
@@ -210,6 +211,7 @@ class InlineWorkerGroup(WorkerGroup):
         torch.cuda.empty_cache()
 
     def offload(self) -> None:
+        """Runs in any thread. Does nothing while another thread uses the weights."""
         with self._lock:
             if not self._users:
                 offload(self.actor, self.critic)

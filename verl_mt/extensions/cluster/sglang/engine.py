@@ -240,7 +240,8 @@ class SGLangEngine(InferenceEngine):
         self._resumed.set()
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Turns that are being sampled go on with the new weights, and recompute their caches with them."""
+        """Turns that are being sampled go on with the new weights, and recompute their caches with them. Runs on the
+        rollout's loop. Waits for all engines that serve."""
         if not isinstance(update, TensorBuckets | Disk | FromRanks):
             raise EngineError(
                 f"the SGLang engine takes FromRanks, TensorBuckets and Disk updates, got {type(update).__name__}; an "
@@ -361,6 +362,7 @@ class SGLangEngine(InferenceEngine):
             client.give_up(reason)
 
     async def close(self) -> None:
+        """Runs on the rollout's loop. Waits for all engines, and for a thread that frees shared memory."""
         self._closed.set()
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -377,6 +379,7 @@ class SGLangEngine(InferenceEngine):
     # Starting and weights
 
     async def _start(self) -> None:
+        """Runs on the rollout's loop. Waits for a thread that reads the model's shape, then for the engines."""
         options = self._options
         self._shape = await asyncio.to_thread(
             model_shape, options.model_path, revision=options.revision, trust_remote_code=options.trust_remote_code

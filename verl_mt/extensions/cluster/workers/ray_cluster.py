@@ -147,7 +147,8 @@ def _held(value: Any) -> ItemsView[str, Any]:
 
 
 def silent_cluster(address: str) -> str | None:
-    """`host:port` of `cluster_address` where nobody listens. None = somebody does, or there is nothing to ask."""
+    """`host:port` of `cluster_address` where nobody listens. None = somebody does, or there is nothing to ask. Runs in
+    the trainer's main thread. Waits for the connection."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return None  # local, or an address that Ray resolves
@@ -244,6 +245,8 @@ def _wanted(needed: Mapping[str, float]) -> str:
 
 def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> None:
     """Compare this process's Python and packages with those of the cluster's machines.
+
+    Runs in the trainer's main thread. Waits for a task on each machine, at most `_ASKING_TIMEOUT_S`.
 
     The build of a version (what stands behind its `+`: CPU, CUDA) may differ: a trainer needs no GPU.
 

@@ -69,6 +69,9 @@ _SENT = (
 class RayWorkerGroup(WorkerGroup):
     """`trainer.nnodes` x `trainer.n_workers_per_node` ranks.
 
+    Methods run in the trainer's main thread, or in a thread that publishes weights. They wait for the ranks' processes,
+    by Ray.
+
     Raises:
         ConfigError: the cluster has not the machines, CPUs or GPUs for it, or the model cannot be loaded.
         PluginError: an object of a Python call that cannot be sent to the ranks.
@@ -235,12 +238,14 @@ class RayWorkerGroup(WorkerGroup):
         return {name: digest for of_rank in written for name, digest in of_rank.items()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Waits for all ranks."""
         folder = None if folder is None else folder.resolve()
         own = {name: state[name] for name in ("actor", "critic") if name in state}
         self._call("load", ray.put(own), folder, doing="loading a checkpoint")
         self._stale = True
 
     def check(self, doing: str) -> None:
+        """Runs in the trainer's main thread and waits for nothing."""
         with self._order:
             if self._broken is not None:
                 raise WorkerError(self._broken)
@@ -261,6 +266,7 @@ class RayWorkerGroup(WorkerGroup):
             ray.shutdown()
 
     def _end_processes(self) -> None:
+        """Waits for the ranks to leave their groups, at most `_GRACE_S`, then kills them."""
         workers, self._workers = self._workers, []
         for host in self._hosts:
             host.resident = None  # it goes with the placement, or with the cluster
@@ -278,6 +284,7 @@ class RayWorkerGroup(WorkerGroup):
         self._group = self._apart = None
 
     def _place(self) -> None:
+        """Runs in the trainer's main thread. Waits until the cluster has room."""
         setup, placement = self._setup, self._setup.placement
         strategy = "STRICT_SPREAD" if placement.nnodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle(setup)] * placement.nnodes, strategy=strategy)
@@ -309,6 +316,7 @@ class RayWorkerGroup(WorkerGroup):
         }
 
     def _start(self) -> tuple[int, int]:
+        """Waits for all ranks."""
         self._names = [f"rank {k}" for k in range(len(self._workers))]
         described = self._call("describe", doing="starting")
         self._names = [f"rank {k} (process {pid} on {host})" for k, (pid, host) in enumerate(described)]
@@ -340,7 +348,7 @@ class RayWorkerGroup(WorkerGroup):
         return assemble(batch, shares, self._of_shares(method, shares, doing))
 
     def _of_shares(self, method: str, shares: list[RankBatch], doing: str) -> list[Any]:
-        """What each part returns for its rows."""
+        """What each part returns for its rows. Waits for all ranks."""
         # Once into the object store for all ranks that share rows.
         refs = [ray.put(rank_batch) for rank_batch in shares]
         sequence = self._setup.ranks(0).sequence
@@ -351,7 +359,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._wait(self._begin(method, *args), doing)
 
     def _begin(self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Of all ranks, with the same arguments; or `each` with its own."""
+        """Of all ranks, with the same arguments; or `each` with its own. Runs in any thread and waits for nothing."""
         if self._broken is not None or not self._workers:
             raise WorkerError(self._broken or "the Ray workers have been closed")
         # An engine that comes back asks for weights from a thread of its own, perhaps in the middle of an update.
@@ -360,12 +368,14 @@ class RayWorkerGroup(WorkerGroup):
             return [getattr(worker, method).remote(*own) for worker, own in zip(self._workers, given)]
 
     def _wait(self, refs: list[Any], doing: str) -> list[Any]:
-        """Results of all ranks; the first failure ends the group, because the others wait for the failed one."""
+        """Results of all ranks; the first failure ends the group, because the others wait for the failed one. Runs in
+        the thread that called, at most `_CALL` times `trainer.worker_timeout_s`."""
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         pending = list(refs)
 
         def take(num_returns: int, timeout: float | None) -> list[Any]:
+            """Runs in the thread that called. Waits for `num_returns` ranks."""
             done, left = ray.wait(pending, num_returns=num_returns, timeout=timeout)
             for ref in done:
                 try:
@@ -435,7 +445,7 @@ def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit_s:
 
 
 def _failed(ref: Any) -> bool:
-    """Of a call that is over."""
+    """Of a call that is over. Waits for nothing."""
     try:
         ray.get(ref)
     except RayError:
