@@ -23,7 +23,7 @@ from verl_mt.config.options import (
     read_kl_control,
     read_rollout_correction,
 )
-from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode, read_policy_loss
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
@@ -409,10 +409,10 @@ def _corrections(config: Config) -> Iterator[str]:
             "leave the correction out"
         )
     by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
-    loss_mode = actor.policy_loss.get("loss_mode")
-    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[str(loss_mode)].by_trajectory:
+    mode = loss_mode(actor.policy_loss)
+    if by_token and mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on == "trajectory":
         yield (
-            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={loss_mode}: a weight or mask per token "
+            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={mode}: a weight or mask per token "
             "would turn the ratio of a sequence into another one; use sequence or geometric, or a loss per token"
         )
     product = [text for text in given if text.endswith("=sequence") or "=seq_sum" in text]
@@ -452,19 +452,11 @@ def _dapo(config: Config) -> Iterator[str]:
 
 
 def _losses(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
     try:
-        read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+        read_policy_loss(actor.policy_loss).check(actor)
     except ConfigError as error:
         yield str(error)
-        return
-    actor = config.actor_rollout_ref.actor
-    safety, dual = actor.policy_loss.get("fipo_safety_ratio"), actor.clip_ratio_c
-    if safety and dual is not None and safety >= dual:
-        yield (
-            f"{_ACTOR}.policy_loss.fipo_safety_ratio ({safety}) is not below clip_ratio_c ({dual}): the dual clip "
-            "leaves a token of negative advantage no gradient above its bound, so that no weight is held; lower "
-            "fipo_safety_ratio, raise clip_ratio_c, or set clip_ratio_c=null"
-        )
 
 
 def _placement(config: Config) -> Iterator[str]:

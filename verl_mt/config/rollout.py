@@ -123,8 +123,8 @@ class MultiTurnConfig(Section):
     )
     run_calls_in_unclosed_reasoning: bool | None = option(
         None,
-        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
-        "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
+        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = as "
+        "SGLang does for the models of the tool parser (docs/tool_parsers.md).",
         when=_READS_CALLS,
     )
     tokenization_sanity_check_mode: Any = option(

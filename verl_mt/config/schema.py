@@ -17,7 +17,7 @@ from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig
 from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
 from verl_mt.config.extended import extended_classes
 from verl_mt.config.options import KLControlOptions, RolloutCorrectionOptions
-from verl_mt.config.policy_losses import POLICY_LOSSES
+from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode
 from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -403,8 +403,8 @@ def correction_of(config: Config) -> dict[str, Any]:
     is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
     apart that learns from 8 updates before)."""
     given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    known = POLICY_LOSSES.get(actor.policy_loss.get("loss_mode", "vanilla"))
-    per_token = known is not None and not known.by_trajectory
+    mode = loss_mode(actor.policy_loss)
+    per_token = mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on != "trajectory"
     if given or not config.trainer.steps_ahead or actor.use_sampler_log_probs == "always" or not per_token:
         return given
     return {"rollout_is": "token"}
