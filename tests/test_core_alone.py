@@ -40,6 +40,7 @@ def core(tmp_path_factory) -> Path:
     for name in ("verl_mt", "config", "tools_configs", "interaction_configs"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("extensions", "__pycache__"))
     (folder / "sitecustomize.py").write_text(WITHOUT)
+    (folder / "batch_reward.py").write_text("def compute_score(completions, **kwargs):\n    return [0.0]\n")
     return folder
 
 
@@ -94,6 +95,12 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
             (("verl_mt.trainer", "trainer.collapse_guard=stop"), "step hook collapse"),
+            (
+                ("verl_mt.trainer", "reward.path=batch_reward.py"),
+                "reward batch_reward.py:compute_score: cannot tell how to call it from its parameters (completions, "
+                "**kwargs). Expected compute_score(data_source, solution_str, ground_truth, extra_info). "
+                "Other signatures need verl_mt/extensions, which is not installed here",
+            ),
         ],
     )
     def test_what_an_extension_does_is_refused(self, core, words, says):

@@ -18,12 +18,12 @@ from typing import Any
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.errors import DataError, ToolCallError
+from verl_mt.extensions.compat.rewards.math_answer import is_right
 from verl_mt.extensions.compat.schedulers.base import MultiTurnScheduler
 from verl_mt.extensions.compat.schedulers.gym import GYMScheduler, OpenEnvScheduler
 from verl_mt.extensions.compat.schedulers.swift_names import COMPAT
 from verl_mt.plugins import Registry
 from verl_mt.rewards.base import rewards
-from verl_mt.rewards.math_answer import is_right
 from verl_mt.tools.calculator import calculate
 
 _CALL = re.compile(r"Action:[ \t]*(?P<tool>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>[^\n]*)")
