@@ -41,6 +41,7 @@ def core(tmp_path_factory) -> Path:
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("extensions", "__pycache__"))
     (folder / "sitecustomize.py").write_text(WITHOUT)
     (folder / "batch_reward.py").write_text("def compute_score(completions, **kwargs):\n    return [0.0]\n")
+    (folder / "missing_module.py").write_text("from verl_mt.experimental import agent_loop\n")
     return folder
 
 
@@ -100,6 +101,10 @@ class TestTheCoreAlone:
                 "reward batch_reward.py:compute_score: cannot tell how to call it from its parameters (completions, "
                 "**kwargs). Expected compute_score(data_source, solution_str, ground_truth, extra_info). "
                 "Other signatures need verl_mt/extensions, which is not installed here",
+            ),
+            (
+                ("verl_mt.trainer", "reward.path=missing_module.py"),
+                "at line 1: ModuleNotFoundError: No module named 'verl_mt.experimental'",
             ),
         ],
     )

@@ -42,6 +42,7 @@ from verl_mt.extensions.compat.schedulers.shipped import (
     MathTipsScheduler,
     ThinkingModelTipsScheduler,
     ToolCallScheduler,
+    loss_scale_map,
     multi_turns,
     orms,
 )
@@ -67,7 +68,7 @@ from verl_mt.extensions.compat.schedulers.swift_names import (
     rm_plugins,
     to_device,
 )
-from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale, loss_scale_map
+from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale
 
 
 def __getattr__(name: str) -> Any:
