@@ -43,6 +43,8 @@ def core(tmp_path_factory) -> Path:
     for name in ("verl_mt", "config", "tools_configs", "interaction_configs"):
         shutil.copytree(REPO / name, folder / name, ignore=shutil.ignore_patterns("extensions", "__pycache__"))
     (folder / "sitecustomize.py").write_text(WITHOUT)
+    (folder / "batch_reward.py").write_text("def compute_score(completions, **kwargs):\n    return [0.0]\n")
+    (folder / "missing_module.py").write_text("from verl_mt.experimental import agent_loop\n")
     return folder
 
 
@@ -99,6 +101,16 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard: unknown key"),
             (("verl_mt.trainer", f"{LOSS}=sapo"), "loss_mode: got 'sapo', expected one of 'vanilla', 'gspo', 'cispo',"),
             (("verl_mt.trainer", f"{PARSER}=glm45"), f"unknown tool parser 'glm45'. Registered: {PARSERS}. {MISSING}"),
+            (
+                ("verl_mt.trainer", "reward.path=batch_reward.py"),
+                "reward batch_reward.py:compute_score: cannot tell how to call it from its parameters (completions, "
+                "**kwargs). Expected compute_score(data_source, solution_str, ground_truth, extra_info). "
+                "Other signatures need verl_mt/extensions, which is not installed here",
+            ),
+            (
+                ("verl_mt.trainer", "reward.path=missing_module.py"),
+                "at line 1: ModuleNotFoundError: No module named 'verl_mt.experimental'",
+            ),
         ],
     )
     def test_what_an_extension_does_is_refused(self, core, words, says):

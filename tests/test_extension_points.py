@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,8 @@ from verl_mt.config.rollout import ENGINES
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.import_paths import read_table, real_path
 from verl_mt.plugins import Registry, load_object
+from verl_mt.rewards import RewardInput
+from verl_mt.rewards.adapters import adapt
 
 REPO = Path(__file__).resolve().parents[1]
 PATHS = read_table()["verl_mt.import_paths"]
@@ -127,6 +130,38 @@ class Loss(PolicyLoss):
     finally:
         for registry in (ENGINES, POLICY_LOSSES, tool_parsers):
             registry.pop("mine", None)
+
+
+SIGNATURE = """
+from verl_mt.rewards.adapters import FunctionReward, parameter_names
+
+class OnText(FunctionReward):
+    signature = "grade(text)"
+    filled = ("text",)
+
+    @classmethod
+    def recognize(cls, function):
+        return function if parameter_names(function)[:1] == ["text"] else None
+
+    async def _value(self, item):
+        return await self._call(item.solution_str)
+"""
+
+
+def test_another_package_adds_a_reward_signature(other_packages):
+    def grade(text, bonus=0):
+        return len(text) + bonus
+
+    def nobodys(answer):
+        return 0.0
+
+    other_packages("foreign", "[verl_mt.reward_signatures]\nmine = foreign_sig:OnText\n", foreign_sig=SIGNATURE)
+    reward = adapt(grade, label="grade", kwargs={"bonus": 2}, timeout_s=5.0)
+    assert asyncio.run(reward.score([RewardInput("", "abc", None)])) == [{"score": 5.0}]
+    with pytest.raises(ConfigError, match="text of grade comes from the rollout"):
+        adapt(grade, label="grade", kwargs={"text": ""}, timeout_s=5.0)
+    with pytest.raises(PluginError, match=r"parameters \(answer\)\. Expected compute_score\(.*\) or grade\(text\) or "):
+        adapt(nobodys, label="nobodys", kwargs={}, timeout_s=5.0)
 
 
 def test_another_package_adds_a_command(other_packages, capsys):

@@ -19,25 +19,18 @@ import_paths.install()
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {
-    # Write a tool, an interaction, a scheduler, a generate function, a reward, a tracker.
+    # Write a tool, an interaction, a tracker. Names of extensions stand in their entry points.
     "BaseTool": "tools.base_tool",
     "OpenAIFunctionToolSchema": "tools.schemas",
     "ToolResponse": "tools.schemas",
     "function_tool": "tools.function_tool",
     "BaseInteraction": "interactions.base",
-    "MultiTurnScheduler": "rollout.scheduler",
-    "GenerateState": "rollout.custom_generate",
-    "Sample": "rollout.custom_generate",
-    "ORM": "rewards.base",
     "Tracker": "trainer.tracking",
-    # Give it a name: `multi_turns["mine"] = MyScheduler`.
+    # Give it a name: `samplers["mine"] = MySampler`.
     "loss_scales": "rollout.loss_scale",
-    "multi_turns": "rollout.scheduler",
-    "orms": "rewards.base",
     "samplers": "data.sampler",
     "tool_parsers": "chat.parsers",
     # Run it.
-    "check_data": "data_check",
     "train": "api.calls",
     "evaluate_model": "api.calls",
     "examine": "api.calls",
@@ -59,15 +52,15 @@ _HOMES = {
 }
 """Name -> the module that it lives in."""
 
-__all__ = ["__version__", *_HOMES]
+__all__ = ["__version__", *_HOMES, *import_paths.moved_names(__name__)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+    home = _HOMES.get(name)
+    found = getattr(import_module(f"{__name__}.{home}"), name) if home else import_paths.moved_name(__name__, name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

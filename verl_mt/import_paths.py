@@ -1,7 +1,8 @@
 """Documented import paths of modules that live in an extension: `import verl_mt.rollout.scheduler` keeps working.
 
 Each is one line of the group `verl_mt.import_paths` in `extensions/entry_points.txt`: documented path = real path. A
-package's line holds for the modules in it too. Both names are the same module object.
+package's line holds for the modules in it too. Both names are the same module object. Single names, such as
+`verl_mt.MultiTurnScheduler`, are lines of the group `verl_mt.import_names`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,25 @@ class _Loader:
         loader: Any = self._real.loader
         code: CodeType | None = loader.get_code(self._real.name)
         return code
+
+
+def moved_names(module: str) -> list[str]:
+    """Documented names of a module of the core whose objects live in an extension."""
+    paths = read_table().get("verl_mt.import_names", {})
+    return [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == module]
+
+
+def moved_name(module: str, name: str) -> Any:
+    """One of them, for the module's `__getattr__`.
+
+    Raises:
+        AttributeError: it is none.
+    """
+    path = read_table().get("verl_mt.import_names", {}).get(f"{module}.{name}")
+    if path is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    home, _, attribute = path.partition(":")
+    return getattr(import_module(home), attribute)
 
 
 class MovedModules:

@@ -16,8 +16,7 @@ import importlib.util
 import logging
 import sys
 import traceback
-from abc import ABCMeta
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -70,10 +69,10 @@ class Registry(dict[str, T], Generic[T]):
 
     def __setitem__(self, name: str, value: T) -> None:
         old = self.get(name)
-        if old is not None and old is not value and _identity(old) != _identity(value):
+        if old is not None and old is not value and identity(old) != identity(value):
             raise PluginError(
-                f"{self.kind} {name!r} is already registered as {_identity(old)}; "
-                f"got {_identity(value)}. Choose another name, or delete the old one first."
+                f"{self.kind} {name!r} is already registered as {identity(old)}; "
+                f"got {identity(value)}. Choose another name, or delete the old one first."
             )
         super().__setitem__(name, value)
 
@@ -82,13 +81,6 @@ class Registry(dict[str, T], Generic[T]):
         if not isinstance(value, str):
             return value
         return cast("T", _load_entry_point(self._group, name, value, f"{self.kind} {name}"))
-
-    def replace(self, name: str, value: T) -> None:
-        """Register it whether or not the name is taken; what gives way is logged."""
-        old = self.get(name)
-        if old is not None and old is not value and _identity(old) != _identity(value):
-            log.warning("%s %r: %s takes the place of %s", self.kind, name, _identity(value), _identity(old))
-        super().__setitem__(name, value)
 
     def find(self, name: str) -> T:
         """The plug-in of that name.
@@ -111,34 +103,6 @@ class Registry(dict[str, T], Generic[T]):
         )
 
 
-class ReplacingNames(MutableMapping[str, T]):
-    """A registry as a library shows it to its plug-ins whose registries are plain dicts: `names['mine'] = C` registers,
-    and takes the place of what had that name before (`Registry.replace`)."""
-
-    def __init__(self, registry: Registry[T]):
-        self.registry = registry
-        self.kind = registry.kind
-
-    def find(self, name: str) -> T:
-        """As `Registry.find`."""
-        return self.registry.find(name)
-
-    def __getitem__(self, name: str) -> T:
-        return self.registry[name]
-
-    def __setitem__(self, name: str, value: T) -> None:
-        self.registry.replace(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        del self.registry[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.registry)
-
-    def __len__(self) -> int:
-        return len(self.registry)
-
-
 def names_code(value: Any) -> bool:
     """Whether a config's value is a dotted path or `file.py:name`, and no registered name."""
     return isinstance(value, str) and ("." in value or ":" in value)
@@ -152,26 +116,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 _FILE_MODULE = "verl_mt_plugin_"
 """Begins the names of modules that are files of the user's."""
-
-
-class _NotOffered(ABCMeta):
-    """Metaclass of stand-ins: they may be imported, subclassed and written into annotations; using one raises."""
-
-    refusal: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise PluginError(cls.refusal)
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):  # what Python itself looks for
-            raise AttributeError(name)
-        raise AttributeError(cls.refusal)
-
-
-def not_offered(library: str, name: str, advice: str) -> Any:
-    """A stand-in for a name of another library, so that a file which imports it loads; using it raises a PluginError
-    that names it and says `advice`."""
-    return _NotOffered(name, (), {"refusal": f"{library}'s {name} is not offered: {advice}"})
 
 
 def listing(names: Iterable[str]) -> str:
@@ -235,7 +179,7 @@ def given_object(path: str, what: str) -> Any:
     return _given[path]
 
 
-def load_object(path: str, *, what: str, registry: Registry[Any] | ReplacingNames[Any] | None = None) -> Any:
+def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) -> Any:
     """The object that a config names.
 
     Args:
@@ -357,29 +301,11 @@ _CHANGED_DTYPE: set[str] = set()
 """Code that was told so."""
 
 
-_INSTEAD = {
-    "verl_mt.experimental": "a loop of your own is a scheduler (multi_turn.scheduler), a generate function "
-    "(rollout.custom_generate_function_path) or an agent behind an endpoint (rollout.agent_function_path)",
-    "verl_mt.utils.dataset": "rows come from parquet or JSONL files, and data.sampler draws them; take the data set's "
-    "class out of the file, and its tools and rewards load",
-    "verl_mt.workers.reward_manager": "reward.path names a function, which reward.path=weighted_sum and "
-    "reward.overlong_buffer add to",
-    "verl_mt.workers.rollout": "an engine of your own is rollout.name=my.py:Engine (docs/your_own_engine.md)",
-    "verl_mt.trainer": "an estimator of your own is algorithm.adv_estimator=my.py:f, a loss "
-    "actor.policy_loss.loss_mode=my.py:f (docs/your_own_algorithm.md)",
-    "verl_mt.protocol": "there is no DataProto: rewards, tools and losses are given what their pages say",
-}
-"""Modules of verl's that a file may import after its imports were changed, and that are not offered -> what there is
-instead."""
-
-
 def _instead_of(error: BaseException) -> str:
-    """What to do about a module of verl's that is missing; empty for other errors."""
+    """What an extension advises about a missing module of this package; "" = it knows none."""
     name = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    prefix = next((p for p in _INSTEAD if name == p or name.startswith(f"{p}.")), None)
-    if prefix is None:
-        return ""
-    return f". verl's {name.replace('verl_mt', 'verl', 1)} is not offered: {_INSTEAD[prefix]}"
+    path = find_entry_point("verl_mt.functions", "missing_module") if name.startswith("verl_mt.") else None
+    return str(load_object(path, what="missing_module")(name)) if path else ""
 
 
 def import_plugins(paths: Iterable[str]) -> list[ModuleType]:
@@ -422,7 +348,8 @@ def code_place(function: Any) -> str:
     return f"{module}.{name}"
 
 
-def _identity(value: Any) -> str:
+def identity(value: Any) -> str:
+    """`module.name` of a plug-in, for errors; the same for one of a file that was imported again."""
     if isinstance(value, str):
         return value.replace(":", ".")
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"

@@ -33,10 +33,10 @@ from verl_mt.extensions.compat.generate.args import GenerateArgs, flag_defaults
 from verl_mt.extensions.compat.generate.returned import place
 from verl_mt.extensions.compat.migrate import main
 from verl_mt.extensions.compat.migrate.shell import read_script
+from verl_mt.extensions.compat.rewards.slime import by_reward_key
 from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, generate_turn, get_model_url, post
 from verl_mt.extensions.compat.rollout.custom_generate import generate as default_generate
 from verl_mt.extensions.compat.slime_sample import Sample
-from verl_mt.rewards.adapters import by_reward_key
 from verl_mt.rewards.contract import InvalidScore
 from verl_mt.rollout.context import Limits
 from verl_mt.trainer.build import build_trainer

@@ -18,14 +18,13 @@ from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import ConfigError, PluginError
-from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
+from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler, loss_scale_map
 from verl_mt.rollout import loss_scale as scales
 from verl_mt.rollout.loss_scale import (
     ContextType,
     LossScale,
     apply_loss_scale,
     load_loss_scale,
-    loss_scale_map,
     loss_scales,
 )
 from verl_mt.trainer.build_rollout import loss_scale_of

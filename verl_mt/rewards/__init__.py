@@ -1,4 +1,4 @@
-"""Rewards: scorers, and the familiar reward signatures on one batched, async contract.
+"""Rewards: scorers, and reward functions on one batched, async contract.
 
 Example:
     >>> def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -6,26 +6,29 @@ Example:
     >>> rewards["ends_with"] = compute_score  # then: reward.path=ends_with
 """
 
+from typing import Any
+
+from verl_mt.import_paths import moved_name
 from verl_mt.rewards.base import (
-    ORM,
     Reward,
     RewardFailure,
     RewardInput,
     Scores,
     default_scorers,
     load_reward,
-    orms,
     rewards,
 )
 
 __all__ = [
-    "ORM",
     "Reward",
     "RewardFailure",
     "RewardInput",
     "Scores",
     "default_scorers",
     "load_reward",
-    "orms",
     "rewards",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return moved_name(__name__, name)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import ConfigError, EngineError, PluginError, VerlMTError, error_text, traceback_text, value_text
 from verl_mt.plugins import Registry, import_file, keep_default_dtype, listing, load_object, suggest
-from verl_mt.rewards import arithmetic, exact_match, gsm8k, math_answer
-from verl_mt.rewards.adapters import ORM, AsyncORM, OrmArguments, VerlBatchReward, VerlReward, adapt
+from verl_mt.rewards import arithmetic, exact_match, gsm8k
+from verl_mt.rewards.adapters import ComputeScore, adapt
 from verl_mt.rewards.contract import (
     InvalidScore,
     Reward,
@@ -25,15 +25,12 @@ if TYPE_CHECKING:
     from verl_mt.data.dataset import DataRow
 
 __all__ = [
-    "ORM",
-    "AsyncORM",
     "Reward",
     "RewardFailure",
     "RewardInput",
     "Scores",
     "default_scorers",
     "load_reward",
-    "orms",
     "rewards",
     "score_all",
 ]
@@ -44,15 +41,9 @@ rewards: Registry[Any] = Registry(
         "gsm8k": gsm8k.compute_scores,
         "exact_match": exact_match.compute_scores,
         "arithmetic": arithmetic.compute_score,
-        "accuracy": math_answer.MathAccuracy,
-        "math_answer": math_answer.FinalAnswer,
-        "thinking_tips": math_answer.MultiTurnThinkingTips,
-        "gym": math_answer.GymReward,
     },
     group="verl_mt.rewards",
 )
-orms = rewards
-"""The same registry under ms-swift's name: `orms['mine'] = MyReward`."""
 
 default_scorers: dict[str, Any] = {
     "openai/gsm8k": gsm8k.compute_score,
@@ -79,10 +70,11 @@ def load_reward(
     Args:
         path: registered name, dotted path, `file.py:name`, a bare file or module; None = by the row's `data_source`.
         name: the function in a bare file or module; None = `compute_score`.
-        kwargs: a function gets them with every call, a class when it is made.
+        kwargs: a function gets them with every call, a class when it is made (by its classmethod `from_reward_kwargs`
+            if it has one).
         timeout_s: deadline of one call in seconds.
-        solution_str: what a function with verl's parameters gets there: `model`, the model's own text, or `response`,
-            the whole response as verl decodes it.
+        solution_str: what a `compute_score` gets there: `model`, the model's own text, or `response`, the whole
+            response.
 
     Raises:
         PluginError: nothing there, or it is not a reward.
@@ -90,7 +82,7 @@ def load_reward(
     """
     reward = _load(path, name, kwargs, timeout_s)
     if solution_str == "response":
-        if not isinstance(reward, VerlReward | VerlBatchReward):
+        if not isinstance(reward, ComputeScore):
             label = f"{path}:{name}" if name else path
             raise ConfigError(
                 f"reward.solution_str=response has no effect on {label}, which has no parameter solution_str. Remove "
@@ -113,13 +105,8 @@ def _load(path: str | None, name: str | None, kwargs: Mapping[str, Any] | None, 
         return DataSourceReward(default_scorers, timeout_s=timeout_s)
     target, label = _find(path, name)
     if isinstance(target, type):
-        given = kwargs.get("args")
-        if issubclass(target, ORM | AsyncORM) and (
-            _takes(target, "args") if given is None else isinstance(given, Mapping)
-        ):
-            kwargs["args"] = OrmArguments(given)
         try:
-            target = target(**kwargs)
+            target = getattr(target, "from_reward_kwargs", target)(**kwargs)
         except (VerlMTError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -136,11 +123,6 @@ def _load(path: str | None, name: str | None, kwargs: Mapping[str, Any] | None, 
     if not callable(target):
         raise PluginError(f"reward {label}: expected a function or a class, got {value_text(target, 80)}")
     return adapt(target, label=label, kwargs=kwargs, timeout_s=timeout_s)
-
-
-def _takes(kind: type, name: str) -> bool:
-    parameters = inspect.signature(kind).parameters.values()
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _find(path: str, name: str | None) -> tuple[Any, str]:

@@ -110,7 +110,7 @@ Scores = dict[str, float]
 
 
 class Reward:
-    """Scores trajectories. A reward of your own may subclass this, or have one of the three familiar signatures."""
+    """Scores trajectories. A custom reward subclasses this, or is a function (`adapters.py`)."""
 
     timeout_s: float = 60.0
     """Deadline of one call in seconds; `load_reward` sets `reward.timeout_s`."""

@@ -27,7 +27,7 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.trajectory import Trajectory
 from verl_mt.errors import ConfigError, PluginError, UserCodeError
-from verl_mt.plugins import Registry, ReplacingNames, load_object
+from verl_mt.plugins import Registry, load_object
 from verl_mt.rollout.token_text import first_token_at
 
 logger = logging.getLogger(__name__)
@@ -151,8 +151,6 @@ loss_scales: Registry[Any] = Registry(
         "ignore_think_prefix": IgnoreThinkPrefix,
     },
 )
-loss_scale_map = ReplacingNames(loss_scales)
-"""The same registry under ms-swift's name; there a name that is taken gets the newer scale."""
 
 
 class Joined(LossScale):

@@ -225,7 +225,7 @@ def test_a_plug_in_file_is_imported_once_however_often_it_is_named(tmp_path):
 def test_a_name_that_is_taken_gets_the_newer_plug_in_with_a_note_and_our_own_registry_refuses_it(
     tmp_path, request, caplog
 ):
-    request.addfinalizer(lambda ours=schedulers["math_tip_trick"]: schedulers.replace("math_tip_trick", ours))
+    request.addfinalizer(lambda ours=schedulers["math_tip_trick"]: multi_turns.update(math_tip_trick=ours))
     file = tmp_path / "again.py"
     file.write_text(f"{OURS}\nclass C(MultiTurnScheduler):\n    pass\nmulti_turns['math_tip_trick'] = C\n")
     import_plugins([str(file)])

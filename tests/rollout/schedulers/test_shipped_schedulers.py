@@ -277,7 +277,7 @@ def test_a_cancelled_episode_is_closed_too():
 
 def test_every_shipped_scheduler_resolves_by_name():
     for name in multi_turns:
-        assert load_object(name, what="test", registry=multi_turns) is multi_turns[name]
+        assert load_object(name, what="test", registry=multi_turns.registry) is multi_turns[name]
 
 
 def with_check(kind, answer, *, is_async):

@@ -13,10 +13,10 @@ from transformers import AutoProcessor, AutoTokenizer
 from verl_mt.errors import LedgerError, PluginError, value_text
 from verl_mt.extensions.compat.generate.args import GenerateState
 from verl_mt.extensions.compat.generate.driver import post
+from verl_mt.extensions.compat.not_offered import not_offered
 from verl_mt.extensions.compat.rewards.math_grading import boxed
 from verl_mt.extensions.compat.rewards.rm_hub import dapo, dapo_answer, deepscaler, math
 from verl_mt.extensions.compat.slime_sample import Sample
-from verl_mt.plugins import not_offered
 
 extract_answer = boxed
 """slime's name for what the last box holds."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_mt.errors import ConfigError
-from verl_mt.rewards.adapters import ORM
-from verl_mt.rewards.math_answer import MathAccuracy
+from verl_mt.extensions.compat.rewards.math_answer import MathAccuracy
+from verl_mt.extensions.compat.rewards.orm import ORM
 
 _THINK_ANSWER = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
 _THINK_ACTION = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)

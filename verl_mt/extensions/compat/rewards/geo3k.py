@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from verl_mt.rewards.math_answer import final_answer, same_answer
+from verl_mt.extensions.compat.rewards.math_answer import final_answer, same_answer
 
 _FORMAT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 

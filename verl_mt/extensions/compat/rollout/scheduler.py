@@ -24,6 +24,8 @@ from verl_mt.data.requests import (
     UsageInfo,
 )
 from verl_mt.extensions.compat.rewards.answer_style import Format, ReActFormat
+from verl_mt.extensions.compat.rewards.math_answer import MathAccuracy
+from verl_mt.extensions.compat.rewards.orm import ORM, AsyncORM
 from verl_mt.extensions.compat.schedulers.base import MultiTurnScheduler
 from verl_mt.extensions.compat.schedulers.driver import NotAScheduler, load_scheduler
 from verl_mt.extensions.compat.schedulers.gym import (
@@ -40,6 +42,7 @@ from verl_mt.extensions.compat.schedulers.shipped import (
     MathTipsScheduler,
     ThinkingModelTipsScheduler,
     ToolCallScheduler,
+    loss_scale_map,
     multi_turns,
     orms,
 )
@@ -65,9 +68,7 @@ from verl_mt.extensions.compat.schedulers.swift_names import (
     rm_plugins,
     to_device,
 )
-from verl_mt.rewards.base import ORM, AsyncORM
-from verl_mt.rewards.math_answer import MathAccuracy
-from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale, loss_scale_map
+from verl_mt.rollout.loss_scale import ConfigLossScale, ContextType, LossScale
 
 
 def __getattr__(name: str) -> Any:

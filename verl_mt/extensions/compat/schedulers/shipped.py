@@ -18,12 +18,13 @@ from typing import Any
 from verl_mt.data.conversation import Message
 from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.errors import DataError, ToolCallError
+from verl_mt.extensions.compat.rewards.math_answer import is_right
 from verl_mt.extensions.compat.schedulers.base import MultiTurnScheduler
 from verl_mt.extensions.compat.schedulers.gym import GYMScheduler, OpenEnvScheduler
 from verl_mt.extensions.compat.schedulers.swift_names import COMPAT
 from verl_mt.plugins import Registry
 from verl_mt.rewards.base import rewards
-from verl_mt.rewards.math_answer import is_right
+from verl_mt.rollout.loss_scale import loss_scales
 from verl_mt.tools.calculator import calculate
 
 _CALL = re.compile(r"Action:[ \t]*(?P<tool>[^\n]*?)[ \t]*\nAction Input:[ \t]*(?P<input>[^\n]*)")
@@ -215,3 +216,5 @@ multi_turns = COMPAT.names(schedulers)
 """`multi_turns['mine'] = MyScheduler` registers a scheduler by name."""
 orms = COMPAT.names(rewards)
 """The rewards of `verl_mt.rewards` as ms-swift's plug-ins see them."""
+loss_scale_map = COMPAT.names(loss_scales)
+"""The loss scales as ms-swift's plug-ins see them."""

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from verl_mt.errors import PluginError
-from verl_mt.rewards.adapters import ORM
+from verl_mt.extensions.compat.rewards.orm import ORM
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MARKED = re.compile(r"####\s*(.+)")
