@@ -197,9 +197,8 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) 
     if registry is not None and path in registry:
         return registry.find(path)
     if registry is not None and "." not in path and ":" not in path:
-        table = registry.registry if isinstance(registry, ReplacingNames) else registry
         raise PluginError(
-            f"{what}: {table.unknown(path)}. A dotted path (package.module.Name) or file.py:Name also works."
+            f"{what}: {registry.unknown(path)}. A dotted path (package.module.Name) or file.py:Name also works."
         )
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name:
