@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from tables import one_of_each
 
-from verl_mt.config.alias_tables import Alias, aliases, families, read_table
+from verl_mt.config.alias_tables import Alias, aliases, families
 from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.compat.aliases import converters
+from verl_mt.extensions.compat.aliases.table import read_table
 
 ROWS = [pytest.param(row, id=row.name) for row in aliases().values()]
 RENAMED = [pytest.param(row, id=row.name) for row in aliases().values() if row.meaning == "renamed"]

@@ -6,7 +6,7 @@ import pytest
 
 from verl_mt.data.trajectory import TrajectoryRecord
 from verl_mt.errors import LedgerError
-from verl_mt.extensions.toolbox.editing.reconcile import align
+from verl_mt.extensions.compat.generate.align import align
 
 
 def decode(ids) -> str:

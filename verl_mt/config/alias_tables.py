@@ -1,4 +1,4 @@
-"""What verl, slime and ms-swift call our keys: the rows of their tables, and how a table is read.
+"""What other libraries call our keys: the rows of their tables.
 
 The tables stand with their families and are found through `FAMILIES`; nothing is read before a key or a value turns up
 that is not ours.
@@ -7,14 +7,10 @@ that is not ours.
 from __future__ import annotations
 
 import functools
-import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mt.errors import ConfigError
 from verl_mt.plugins import Registry, load_object
 
 FAMILIES: Registry[str] = Registry("library whose names are understood", group="verl_mt.aliases")
@@ -61,6 +57,14 @@ class Family:
     """Its key -> what stands there in its own configuration: such a value asks for nothing, and is never refused."""
     stand_ins: Mapping[str, Any] = field(default_factory=dict)
     """Our key -> the value in a file that is at its default there, where that default does not exist here."""
+    class_prefix: str | None = None
+    """Begins the dotted paths of its classes: in a configuration file of its own, a `_target_` names one."""
+    config_folder: str | None = None
+    """Ends the path of its own configuration files, which no search path needs."""
+    missing_files: Mapping[str, str] = field(default_factory=dict)
+    """Part of the name of a configuration file that is not offered -> why."""
+    as_page: Callable[[], list[str]] | None = None
+    """Lines about its names for the page of all keys."""
 
 
 @functools.cache
@@ -81,11 +85,18 @@ def _defaults_elsewhere() -> dict[str, tuple[Any, ...]]:
 
 def at_default(key: str, value: Any) -> bool:
     """Whether another library has this value there where nobody sets the key."""
-    if key.rpartition(".")[2] == "_target_":  # a class of verl reads the block there
-        return isinstance(value, str) and value.startswith("verl.")
+    if key.rpartition(".")[2] == "_target_":  # a class of the other library reads the block there
+        prefixes = tuple(family.class_prefix for family in families().values() if family.class_prefix)
+        return isinstance(value, str) and value.startswith(prefixes)
     if isinstance(value, dict) and value:
         return all(at_default(f"{key}.{name}", inner) for name, inner in value.items())
     return any(same(value, default) for default in _defaults_elsewhere().get(key, ()))
+
+
+def why_missing(file: str) -> tuple[str, str] | None:
+    """(library, reason) where a configuration file is another library's and not offered; None = it is no such file."""
+    reasons = ((name, word, why) for name, family in families().items() for word, why in family.missing_files.items())
+    return next(((name, why) for name, word, why in reasons if word in file), None)
 
 
 _KINDS: dict[type, str] = {bool: "a truth value", int: "a number", float: "a number", str: "a text", list: "a list"}
@@ -107,60 +118,3 @@ def fits_default(key: str, value: Any) -> bool:
 def same(a: Any, b: Any) -> bool:
     """Equal, where 0 is 0.0 but not False."""
     return isinstance(a, bool) == isinstance(b, bool) and a == b
-
-
-def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Alias]:
-    """The rows of a table of names, by name; the docstring of `verl_mt.aliases` says how they are written.
-
-    Args:
-        converters: the functions that rows name.
-
-    Raises:
-        ConfigError: a row that cannot be read; names file and line.
-    """
-    texts: dict[str, str] = {}
-    rows: dict[str, Alias] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("@"):
-            name, _, text = line.partition("=")
-            texts[name.strip()] = text.strip()
-        elif line.strip() and not line.startswith("#"):
-            try:
-                for row in _read_row(line, converters, texts):
-                    if row.name in rows:
-                        raise ValueError(f"{row.name} has a row already")
-                    rows[row.name] = row
-            except (ValueError, KeyError) as error:
-                raise ConfigError(f"{file}, line {number}: {error!r}") from error
-    return rows
-
-
-def _read_row(line: str, converters: Mapping[str, Any], texts: Mapping[str, str]) -> Iterator[Alias]:
-    cells = [cell.strip() for cell in line.split("|", 3)]
-    names, meaning, converter, why = (*cells, "", "", "")[:4]
-    names, is_switch, _ = names.partition(" (switch)")
-    why = texts[why] if why.startswith("@") else why
-    convert = converters[converter] if converter else None
-    for name, meant in _expand(names, meaning):
-        below = name.endswith(".*")
-        row = Alias(name.removesuffix(".*"), "refused", why=why, convert=convert, switch=bool(is_switch))
-        if meant.startswith("-> "):
-            yield replace(row, meaning="renamed", to=meant[3:].strip().removesuffix(".*"), covers_below=below)
-        elif meant.startswith("= "):
-            values = None if meant == "= any" else tuple(json.loads(f"[{meant[2:]}]"))
-            yield replace(row, meaning="fixed", values=values, covers_below=below)
-        elif meant == "refused" and why:
-            yield replace(row, covers_below=True)
-        else:
-            raise ValueError(f"expected '-> key', '= value' or 'refused' with its reason, got {meant!r}")
-
-
-def _expand(name: str, meaning: str) -> Iterator[tuple[str, str]]:
-    """`{a,b}.x` and what it means as two rows; the same group in a key that is pointed to takes the same word."""
-    group = re.search(r"\{([^{}]*)\}", name)
-    if group is None:
-        yield name, meaning
-        return
-    for word in group[1].split(","):
-        meant = meaning.replace(group[0], word, 1) if meaning.startswith("->") else meaning
-        yield from _expand(name.replace(group[0], word, 1), meant)

@@ -26,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_mt.config.alias_tables import aliases
+from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
@@ -281,7 +281,7 @@ def _compose(
 
 
 def _with_packages(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
-    """A file with config groups, as verl's own, as overrides of the shipped base.
+    """A file with config groups, as overrides of the shipped base.
 
     Its files are written for places that only Hydra knows, so that names are changed behind Hydra and not while it
     reads; the same file may stand in two places.
@@ -309,9 +309,9 @@ def _hydra_compose(
             return tree, None
         return _read(base, name, lines), None
     except (HydraException, OmegaConfBaseException) as error:
-        if "ppo_megatron_trainer" in str(error):
-            why = aliases()["actor_rollout_ref.actor.megatron"].why
-            return OmegaConf.create(), f"{base / name}.yaml starts from verl's ppo_megatron_trainer: {why}"
+        missing = getattr(error, "missing_cfg_file", None) or ""
+        if (found := why_missing(missing)) is not None:
+            return OmegaConf.create(), f"{base / name}.yaml starts from {found[0]}'s {missing}: {found[1]}"
         cause = f": {error.__cause__}" if error.__cause__ else ""
         text = " ".join(f"{error}{cause}".split())
         return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")
@@ -341,7 +341,8 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        hint = f". {aliases()['actor_rollout_ref.actor.megatron'].why}" if "megatron" in name else ""
+        found = why_missing(name)
+        hint = f". {found[1]}" if found else ""
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
 

@@ -24,6 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf._utils import get_yaml_loader
 
+from verl_mt.config.alias_tables import families
 from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
 from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir
@@ -186,9 +187,9 @@ def _hydra_block(special: dict[str, Any], where: str, outcome: Outcome) -> dict[
         outcome.problems.append(
             Problem(f"hydra.{name} ({where}): verl_mt lets Hydra compose only; remove it", unknown_key=True)
         )
-    kept = []
+    kept, shipped = [], tuple(family.config_folder for family in families().values() if family.config_folder)
     for entry in found:
-        if str(entry).rstrip("/").endswith("verl/trainer/config"):
+        if str(entry).rstrip("/").endswith(shipped):
             outcome.notes.append(
                 f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
             )

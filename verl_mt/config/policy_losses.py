@@ -20,8 +20,6 @@ from verl_mt.plugins import Registry, names_code, suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verl_mt.config.actor import ActorConfig
-
 KEY = "actor_rollout_ref.actor.policy_loss"
 
 
@@ -57,8 +55,11 @@ class PolicyLoss(Section):
         """Its own keys of `policy_loss`, defaults filled in."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def check(self, actor: ActorConfig) -> None:
+    def check(self, actor: Section) -> None:
         """Check its options against each other and the actor's keys.
+
+        Args:
+            actor: the section `actor_rollout_ref.actor`.
 
         Raises:
             ConfigError: they contradict each other.

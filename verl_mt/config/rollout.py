@@ -110,8 +110,7 @@ class MultiTurnConfig(Section):
     tool_argument_types: str = option(
         "refuse",
         "An argument of another simple type than the schema's (a number for text, '3' for 3): refuse = the model is "
-        "told; convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`, which is what a "
-        "tools file under verl's name for it means.",
+        "told; convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`.",
         choices=("refuse", "convert"),
         when=_HAS_TOOLS,
     )

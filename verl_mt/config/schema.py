@@ -71,7 +71,7 @@ class DataConfig(Section):
     )
     prompt_key: str = option("prompt", "Column of the messages.")
     label_key: str | None = option(
-        None, "Column of `sample.label` and of the ground truth; null = reward_model.ground_truth, or ground_truth."
+        None, "Column of the label and of the ground truth; null = reward_model.ground_truth, or ground_truth."
     )
     columns: dict[str, str] = option(
         {}, "Column of the files -> the name that it is read by, also by rewards, tools and schedulers."
@@ -123,8 +123,8 @@ class RewardConfig(Section):
     kwargs: dict[str, Any] = option({}, "Extra arguments of every call.")
     solution_str: str = option(
         "model",
-        "What solution_str of a function with verl's parameters holds: model = the model's own text; response = the "
-        "whole response with tool results and user turns, as in verl.",
+        "What solution_str of a compute_score function holds: model = the model's own text; response = the whole "
+        "response with tool results and user turns.",
         choices=("model", "response"),
         when=is_set("reward.path"),
     )

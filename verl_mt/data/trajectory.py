@@ -170,7 +170,7 @@ class Trajectory:
     execution_id: str | None = None
     """Trajectories of a batch that share it weigh in the loss as one; None = this one weighs by itself."""
     sample: Any = None
-    """The Sample that a generate function of slime's kind returned for it (`data/slime_sample.py`)."""
+    """The object of another library that its rollout driver got for it; its `reward` is kept up to date."""
 
     @property
     def status(self) -> Status:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import Alias, Family, read_table
+from verl_mt.config.alias_tables import Alias, Family
 from verl_mt.config.normalize import COMMAND_LINE, DROP, Item, Outcome, is_whole
 from verl_mt.extensions.compat.aliases import swift_settle
 from verl_mt.extensions.compat.aliases.swift_settle import LOSSES as SWIFT_LOSSES
+from verl_mt.extensions.compat.aliases.table import read_table
 
 MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 CORRECTION = "algorithm.rollout_correction."
@@ -461,11 +462,48 @@ def _defaults(name: str) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(json.loads(f"[{values}]")) for key, values in pairs}
 
 
+_VERL = _rows("verl.txt")
+
+
+def _verl_page() -> list[str]:
+    rows = [row for row in _VERL.values() if row.name != row.to]
+    lines = [
+        "## verl's aliases",
+        "",
+        "Read as keys of ours ([migrating from verl](migrating_from_verl.md)). So are the names of",
+        "[slime](migrating_from_slime.md) and [ms-swift](migrating_from_ms_swift.md).",
+        "",
+        "| verl | here | |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        if row.meaning == "renamed":
+            below = ".*" if row.covers_below else ""
+            lines.append(f"| `{row.name}{below}` | `{row.to}{below}` | {row.why} |")
+    lines += [
+        "",
+        "Accepted where the value agrees with what always happens here; each is named in one printed line:",
+        "",
+    ]
+    lines += ["| verl | accepted values | why |", "|---|---|---|"]
+    for row in rows:
+        if row.meaning == "fixed":
+            shown = [value if isinstance(value, str) else json.dumps(value) for value in row.values or ()]
+            accepted = "any" if row.values is None else ", ".join(f"`{value}`" for value in shown)
+            lines.append(f"| `{row.name}` | {accepted} | {row.why} |")
+    lines += ["", "Refused, with everything below them:", "", "| verl | reason |", "|---|---|"]
+    return [*lines, *(f"| `{row.name}` | {row.why} |" for row in rows if row.meaning == "refused")]
+
+
 VERL = Family(
-    _rows("verl.txt"),
+    _VERL,
     settle_verl,
     defaults=_defaults("verl_defaults.txt"),
     stand_ins={"actor_rollout_ref.rollout.name": "sglang"},
+    class_prefix="verl.",
+    config_folder="verl/trainer/config",
+    missing_files={"megatron": _VERL["actor_rollout_ref.actor.megatron"].why},
+    as_page=_verl_page,
 )
 SLIME = Family(_rows("slime.txt"), settle_slime, slime_flags)
 MS_SWIFT = Family(_rows("ms_swift.txt"), settle_swift, swift_flags)

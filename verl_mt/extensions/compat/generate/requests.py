@@ -21,9 +21,10 @@ from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneError, LedgerError
+from verl_mt.extensions.compat.generate.align import Alignment, align
 from verl_mt.extensions.compat.generate.api import EngineRequest, abort_reply, empty_reply, reply_to
 from verl_mt.extensions.compat.slime_sample import Sample
-from verl_mt.extensions.toolbox.editing.reconcile import Alignment, align, spelled
+from verl_mt.extensions.toolbox.editing.reconcile import spelled
 from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rollout.prompts import Prompt
 

@@ -12,11 +12,11 @@ from typing import Any
 from verl_mt.data.ledger import Ledger, TrajectoryRecord
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
 from verl_mt.errors import LedgerError, UserCodeError, value_text
+from verl_mt.extensions.compat.generate.align import Alignment, align
 from verl_mt.extensions.compat.generate.args import COMPAT
 from verl_mt.extensions.compat.generate.requests import CallConversations, RequestedConversation
 from verl_mt.extensions.compat.rewards.slime import by_reward_key
 from verl_mt.extensions.compat.slime_sample import Sample, check_unsupported, fill_from_record
-from verl_mt.extensions.toolbox.editing.reconcile import Alignment, align
 from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rewards.contract import InvalidScore, as_scores
 

@@ -13,16 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_mt.data.requests import (
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    ChatMessage,
-    RequestConfig,
-    RolloutInferRequest,
-    RolloutOutput,
-    RolloutResponseChoice,
-    UsageInfo,
-)
 from verl_mt.extensions.compat.rewards.answer_style import Format, ReActFormat
 from verl_mt.extensions.compat.rewards.math_answer import MathAccuracy
 from verl_mt.extensions.compat.rewards.orm import ORM, AsyncORM
@@ -37,6 +27,16 @@ from verl_mt.extensions.compat.schedulers.gym import (
     envs,
 )
 from verl_mt.extensions.compat.schedulers.hooks import TrajectoryOver
+from verl_mt.extensions.compat.schedulers.requests import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatMessage,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    RolloutResponseChoice,
+    UsageInfo,
+)
 from verl_mt.extensions.compat.schedulers.shipped import (
     MathTipsMultiTurnScheduler,
     MathTipsScheduler,

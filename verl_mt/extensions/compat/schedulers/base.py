@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.extensions.compat.schedulers.hooks import InferEngine, TrajectoryOver, current
+from verl_mt.extensions.compat.schedulers.requests import (
+    ChatCompletionResponseChoice,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from verl_mt.extensions.compat.schedulers.swift_names import extract_logprobs_from_choice
 
 

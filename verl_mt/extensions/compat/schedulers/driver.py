@@ -19,7 +19,6 @@ from verl_mt.config.schema import Config
 from verl_mt.data.conversation import Message
 from verl_mt.data.ledger import TrajectoryRecord, TurnSpan
 from verl_mt.data.media import Kind, parts_of
-from verl_mt.data.requests import RolloutInferRequest, RolloutOutput
 from verl_mt.data.user_values import WrongValue, bits_of, bool_of, ids_of, is_nested, log_probs_of, messages_of
 from verl_mt.errors import (
     ConfigError,
@@ -40,6 +39,7 @@ from verl_mt.extensions.compat.schedulers.hooks import (
     request_config,
     running,
 )
+from verl_mt.extensions.compat.schedulers.requests import RolloutInferRequest, RolloutOutput
 from verl_mt.extensions.compat.schedulers.shipped import schedulers
 from verl_mt.extensions.toolbox.editing.reconcile import match_ids
 from verl_mt.extensions.toolbox.editing.session import EditableSession, session_of

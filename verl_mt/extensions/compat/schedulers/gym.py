@@ -10,10 +10,10 @@ import threading
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.requests import ChatCompletionResponseChoice, RolloutInferRequest
 from verl_mt.data.user_values import bool_of, number_of
 from verl_mt.errors import DataError, PluginError
 from verl_mt.extensions.compat.schedulers.base import MultiTurnScheduler
+from verl_mt.extensions.compat.schedulers.requests import ChatCompletionResponseChoice, RolloutInferRequest
 from verl_mt.extensions.compat.schedulers.swift_names import COMPAT
 from verl_mt.plugins import Registry, load_object
 from verl_mt.user_code import in_daemon_thread

@@ -19,15 +19,15 @@ from verl_mt.chat.template import ChatTemplate
 from verl_mt.data import user_values
 from verl_mt.data.conversation import Message, ParsedTurn
 from verl_mt.data.media import KINDS, has_places, parts_of, place_media
-from verl_mt.data.requests import (
+from verl_mt.data.trajectory import StopReason
+from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
+from verl_mt.extensions.compat.schedulers.requests import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
     RequestConfig,
     RolloutInferRequest,
 )
-from verl_mt.data.trajectory import StopReason
-from verl_mt.errors import DataError, EngineError, LedgerError, UserCodeError, error_text, value_text
 from verl_mt.extensions.toolbox.editing.reconcile import clear_bits, keep_loss_flags, take_messages
 from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.plugins import listing, suggest

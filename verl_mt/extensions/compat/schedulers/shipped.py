@@ -16,11 +16,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.requests import ChatCompletionResponseChoice, RequestConfig, RolloutInferRequest, RolloutOutput
 from verl_mt.errors import DataError, ToolCallError
 from verl_mt.extensions.compat.rewards.math_answer import is_right
 from verl_mt.extensions.compat.schedulers.base import MultiTurnScheduler
 from verl_mt.extensions.compat.schedulers.gym import GYMScheduler, OpenEnvScheduler
+from verl_mt.extensions.compat.schedulers.requests import (
+    ChatCompletionResponseChoice,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from verl_mt.extensions.compat.schedulers.swift_names import COMPAT
 from verl_mt.plugins import Registry
 from verl_mt.rewards.base import rewards

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.requests import ChatCompletionResponseChoice
 from verl_mt.errors import PluginError
 from verl_mt.extensions.compat.not_offered import not_offered
 from verl_mt.extensions.compat.replacing_names import ReplacingNames
+from verl_mt.extensions.compat.schedulers.requests import ChatCompletionResponseChoice
 from verl_mt.plugins import Registry
 
 Messages = list[Message]
