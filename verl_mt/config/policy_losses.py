@@ -55,7 +55,7 @@ class PolicyLoss(Section):
         """Its own keys of `policy_loss`, defaults filled in."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def check(self, actor: Section) -> None:
+    def check(self, actor: Any) -> None:
         """Check its options against each other and the actor's keys.
 
         Args:
