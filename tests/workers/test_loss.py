@@ -194,6 +194,20 @@ def test_until_the_weights_change_kl_cov_has_no_penalty_whatever_is_rounded(monk
     assert not torch.allclose(flat(heavy, 1), flat(without, 1), rtol=1e-2), "then the ratios are others"
 
 
+def test_until_the_weights_change_the_ratios_of_real_are_exactly_one(monkeypatch):
+    exact, passes = actor.compute_log_probs, iter(range(9))
+
+    def update():
+        every = {"ppo_mini_batch_size": 2, "grad_clip": 0.0, "policy_loss": {"loss_mode": "real"}}
+        return flat(one_update(ALONE, make_batch(REWARDS), **every))
+
+    found = update()
+    monkeypatch.setattr(
+        actor, "compute_log_probs", lambda *args, **kwargs: exact(*args, **kwargs) + 1e-3 * next(passes)
+    )
+    assert torch.equal(update(), found)
+
+
 def test_real_moves_a_trajectory_without_advantage_as_one_that_did_worse():
     """Its classes are those above their group and the others, over all records of a trajectory."""
     batch = make_batch([[1.0, 0.0, 0.5]], records=2)  # the third is at the group's mean
