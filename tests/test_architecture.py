@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import re
 import tokenize
@@ -111,3 +112,45 @@ def test_the_reading_list_can_be_read_in_an_afternoon():
 
 def test_the_page_names_functions_for_most_of_the_way():
     assert len(LINK.findall(PAGE.read_text())) >= 10
+
+
+CROSSINGS = {
+    "run_coroutine_threadsafe", "call_soon_threadsafe", "to_thread", "run_in_executor", "in_daemon_thread",
+    "wrap_future", "Thread", "start_new_thread", "Popen", "dist.all_reduce", "dist.all_gather_object",
+    "dist.all_to_all_single", "dist.broadcast", "ray.get", "ray.wait",
+}  # fmt: skip
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def crossings(node: ast.AST) -> set[str]:
+    """Calls of a function's own code that reach another thread or process."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, FUNCTIONS):
+            found |= crossings(child)
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        found |= {name, name.rpartition(".")[2]} & CROSSINGS
+    return found
+
+
+def test_functions_that_cross_threads_or_processes_say_where_they_run_and_what_they_wait_for():
+    said = re.compile(r"\bruns? (in|on)\b|\bwaits? for\b", re.IGNORECASE)
+    silent = [
+        f"{file.relative_to(REPO)}:{function.lineno} {function.name}: {', '.join(sorted(crossings(function)))}"
+        for file in PACKAGE.rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, FUNCTIONS) and function.name != "__init__" and crossings(function)
+        if not said.search(ast.get_docstring(function) or "")
+    ]
+    assert not silent, "say in the docstring: Runs in (a thread) or on (a loop). Waits for ..."
+
+
+def test_threads_of_the_picture_are_in_the_code(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPO / "docs" / "site"))
+    text = "".join(file.read_text() for file in PACKAGE.rglob("*.py"))
+    named = re.findall(r'\b(?:name|thread_name_prefix)=f?"([^"{]+)', text)
+    picture = importlib.import_module("concurrency")
+    assert set(picture.THREADS) <= set(named)
+    shown = picture.draw()
+    assert all(name.split(",")[0].strip() in shown for name in picture.THREADS)

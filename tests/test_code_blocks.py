@@ -30,7 +30,7 @@ def run_page(blocks: list[Block]) -> list[str]:
             continue
         try:
             if block.language == "python":
-                exec(compile(block.text, block.place, "exec"), names)
+                exec(compile(block.text, block.place, "exec", dont_inherit=True), names)
             elif block.language == "bash":
                 run_bash(block.text)
             elif block.language == "yaml":

@@ -25,6 +25,9 @@ importlib.machinery.PathFinder.find_spec = classmethod(
 )
 """
 STEPS = 6
+LOSS, PARSER = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.rollout.multi_turn.tool_parser"
+PARSERS = "hermes, qwen, react, search_r1"
+MISSING = "Others come with verl_mt/extensions, which is not installed here: install the whole package verl_mt"
 WORDS = [
     f"trainer.total_training_steps={STEPS}",
     "trainer.test_freq=6",
@@ -95,7 +98,9 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.dry_run=True"), "dry_run is done by an extension"),
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
-            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "step hook collapse"),
+            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard: unknown key"),
+            (("verl_mt.trainer", f"{LOSS}=sapo"), "loss_mode: got 'sapo', expected one of 'vanilla', 'gspo', 'cispo',"),
+            (("verl_mt.trainer", f"{PARSER}=glm45"), f"unknown tool parser 'glm45'. Registered: {PARSERS}. {MISSING}"),
             (
                 ("verl_mt.trainer", "reward.path=batch_reward.py"),
                 "reward batch_reward.py:compute_score: cannot tell how to call it from its parameters (completions, "

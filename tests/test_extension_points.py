@@ -112,9 +112,11 @@ class Parser(HermesParser): pass
 def loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT):
     return -(log_probs_BT * advantages_BT), {}
 
-LOSS = PolicyLoss("foreign_things.loss", options={}, aggregation="seq-mean-token-mean")
+class Loss(PolicyLoss):
+    formula = "foreign_things.loss"
+    aggregation = "seq-mean-token-mean"
 """
-    points = "[verl_mt.engines]\nmine = foreign_things:Engine\n[verl_mt.policy_losses]\nmine = foreign_things:LOSS\n"
+    points = "[verl_mt.engines]\nmine = foreign_things:Engine\n[verl_mt.policy_losses]\nmine = foreign_things:Loss\n"
     points += "[verl_mt.tool_parsers]\nmine = foreign_things:Parser\n"
     other_packages("foreign", points, foreign_things=code)
     loss = "actor_rollout_ref.actor.policy_loss={loss_mode: mine}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -30,20 +30,19 @@ def site(tmp_path_factory) -> Path:
     return out
 
 
-def module(name: str):
-    spec = importlib.util.spec_from_file_location(name, REPO / "docs" / "site" / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+@pytest.fixture(params=["concurrency", "data_flow"])
+def picture(request, monkeypatch):
+    """A script that draws a picture."""
+    monkeypatch.syspath_prepend(str(REPO / "docs" / "site"))
+    return importlib.import_module(request.param)
 
 
-def test_the_picture_is_the_one_that_its_script_draws():
-    made = module("data_flow")
-    assert made.OUT.read_text() == made.draw(), "run: python docs/site/data_flow.py"
+def test_the_picture_is_the_one_that_its_script_draws(picture):
+    assert picture.OUT.read_text() == picture.draw(), f"run: python docs/site/{picture.__name__}.py"
 
 
-def test_no_box_of_the_picture_covers_another_or_leaves_it():
-    made = module("data_flow")
+def test_no_box_of_the_picture_covers_another_or_leaves_it(picture):
+    made = picture
     places = [(x - made.BOX / 2, y - made.TALL / 2) for x, y, *_ in made.BOXES.values()]
     assert all(0 <= x <= made.WIDTH - made.BOX and 0 <= y <= made.HEIGHT - made.TALL for x, y in places)
     for k, (x, y) in enumerate(places):

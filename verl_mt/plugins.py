@@ -26,6 +26,7 @@ from verl_mt.errors import PluginError, error_text
 from verl_mt.extension_points import extra_of, own
 from verl_mt.extension_points import find as find_entry_point
 from verl_mt.extension_points import known as known_entry_points
+from verl_mt.import_paths import read_table
 
 T = TypeVar("T")
 
@@ -89,8 +90,17 @@ class Registry(dict[str, T], Generic[T]):
         """
         if name in self:
             return self[name]
+        raise PluginError(self.unknown(name))
+
+    def unknown(self, name: str) -> str:
+        """The text of an error: no plug-in has the name, and these exist."""
         names = {*self, *(known_entry_points(self._group) if self._group else ())}
-        raise PluginError(f"unknown {self.kind} {name!r}{suggest(name, names)}. Registered: {listing(names)}")
+        missing = self._group is not None and not read_table()
+        return f"unknown {self.kind} {name!r}{suggest(name, names)}. Registered: {listing(names)}" + (
+            ". Others come with verl_mt/extensions, which is not installed here: install the whole package verl_mt"
+            if missing
+            else ""
+        )
 
 
 def names_code(value: Any) -> bool:
@@ -188,8 +198,7 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) 
         return registry.find(path)
     if registry is not None and "." not in path and ":" not in path:
         raise PluginError(
-            f"{what}: unknown {registry.kind} {path!r}{suggest(path, registry)}. Registered: {listing(registry)}. "
-            "A dotted path (package.module.Name) or file.py:Name also works."
+            f"{what}: {registry.unknown(path)}. A dotted path (package.module.Name) or file.py:Name also works."
         )
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name:

@@ -91,6 +91,8 @@ class UserCode:
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float) -> Any:
         """`target.method(*args, **kwargs)`, awaited where it is awaitable.
 
+        Runs on the caller's loop. Waits for a thread or for the object's loop, at most `timeout_s`.
+
         Raises:
             CallTimeout: after `timeout_s` seconds. Async code is cancelled. A thread cannot be and is left behind.
             LoopBlocked: the same, because another call blocked the event loop.
@@ -203,6 +205,7 @@ class _LoopThread(threading.Thread):
             self.woken_s = None
 
     def _look(self) -> None:
+        """Runs on this loop and waits for nothing."""
         self.woken_s = None
         if self._retired and not self._calls:
             self._over.set()
@@ -258,6 +261,8 @@ def user_code_of(target: Any, base: type, name: str) -> UserCode:
 async def in_daemon_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a blocking function in a daemon thread: it neither blocks the loop nor keeps the process alive.
 
+    Runs on the caller's loop. Waits for the thread.
+
     Raises:
         CallTimeout: too many earlier calls of functions of this name still run, though their callers have given up.
         Exception: what the function raised.
@@ -266,6 +271,7 @@ async def in_daemon_thread(function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 async def _with_deadline(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """Runs on the caller's loop. Waits for the coroutine, at most `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s) as scope:
             return await coroutine
@@ -284,10 +290,12 @@ async def _in_thread(
     reply: asyncio.Future[_Outcome] = loop.create_future()
 
     def answer(outcome: _Outcome) -> None:
+        """Runs on the caller's loop."""
         if not reply.done():
             reply.set_result(outcome)
 
     def work() -> None:
+        """Runs in the new thread. Waits for the user's code."""
         try:
             outcome = _Outcome(value=context.run(function, *args, **kwargs))
         except BaseException as error:

@@ -41,15 +41,14 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'aria-label="The way of a sample: dataset row, prompt, session with engine and tools, trajectory, group, '
         'batch, advantages, loss, weights, engine">',
-        '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-        f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="{SOFT}"/></marker></defs>',
+        arrow_head(),
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="#ffffff"/>',
     ]
     parts += [_arrow(*arrow) for arrow in ARROWS]
     # From the end of a conversation down to its trajectory, and from the loss back up to the engine.
-    parts.append(_path("M552 91 L552 128 L596 128 L596 170 L620 170"))
-    parts.append(_path("M90 311 L90 385 L845 385 L845 60 L790 60"))
-    parts.append(_text(467, 377, "new weights, with their version: the next step", 13, SOFT))
+    parts.append(path("M552 91 L552 128 L596 128 L596 170 L620 170"))
+    parts.append(path("M90 311 L90 385 L845 385 L845 60 L790 60"))
+    parts.append(text(467, 377, "new weights, with their version: the next step", 13, SOFT))
     parts += [_box(*box) for box in BOXES.values()]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -58,11 +57,20 @@ def _box(x: int, y: int, kind: str, title: str, below: str) -> str:
     left, top = x - BOX // 2, y - TALL // 2
     return (
         f'<rect x="{left}" y="{top}" width="{BOX}" height="{TALL}" rx="8" fill="{FILL[kind]}" stroke="{EDGE[kind]}" '
-        f'stroke-width="1.5"/>{_text(x, y - 3, title, 14, INK, "600")}{_text(x, y + 16, below, 11, SOFT)}'
+        f'stroke-width="1.5"/>{text(x, y - 3, title, 14, INK, "600")}{text(x, y + 16, below, 11, SOFT)}'
     )
 
 
-def _text(x: int, y: int, words: str, size: int, colour: str, weight: str = "400") -> str:
+def arrow_head() -> str:
+    """The end of a `path`."""
+    return (
+        '<defs><marker id="a" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+        f'orient="auto-start-reverse"><path d="M0 0L10 5L0 10z" fill="{SOFT}"/></marker></defs>'
+    )
+
+
+def text(x: int, y: int, words: str, size: int, colour: str, weight: str = "400") -> str:
+    """Words around a place."""
     return (
         f'<text x="{x}" y="{y}" font-family="system-ui,-apple-system,Segoe UI,Roboto,Helvetica,Arial,sans-serif" '
         f'font-size="{size}" font-weight="{weight}" fill="{colour}" text-anchor="middle">{escape(words)}</text>'
@@ -76,10 +84,11 @@ def _arrow(start: str, end: str, both: bool) -> str:
         line = f"M{x0 + step * (BOX // 2 + 2)} {y0} L{x1 - step * (BOX // 2 + 2)} {y1}"
     else:
         line = f"M{x0} {y0 + TALL // 2 + 2} L{x1} {y1 - TALL // 2 - 2}"
-    return _path(line, both)
+    return path(line, both)
 
 
-def _path(line: str, both: bool = False) -> str:
+def path(line: str, both: bool = False) -> str:
+    """A line with an arrow head at its end, or at `both` ends."""
     start = ' marker-start="url(#a)"' if both else ""
     return f'<path d="{line}" fill="none" stroke="{SOFT}" stroke-width="1.6"{start} marker-end="url(#a)"/>'
 

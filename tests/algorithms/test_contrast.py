@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from verl_mt.algorithms.contrast import contrast_slopes, real_loss
+from verl_mt.extensions.rare_losses.contrast import contrast_slopes, real_loss
 
 
 def loss_of(scores, advantages, groups, tau):

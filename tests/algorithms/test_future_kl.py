@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from verl_mt.algorithms.future_kl import discounted_future, fipo_loss
 from verl_mt.algorithms.losses import ppo_clip_loss
+from verl_mt.extensions.rare_losses.future_kl import discounted_future, fipo_loss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_c": 10.0}
 

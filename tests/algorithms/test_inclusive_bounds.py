@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_mt.algorithms.corrections import batch_normalise, inside
-from verl_mt.algorithms.covariance import choose_between
+from verl_mt.extensions.rare_losses.covariance import choose_between
 
 VALUES = torch.tensor([[0.25, 0.5, 1.0, 2.0, 4.0]])
 """Exact in binary, so a bound can be hit."""

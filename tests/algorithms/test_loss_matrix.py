@@ -8,9 +8,10 @@ import pytest
 import torch
 from aggregated import aggregate_loss
 
-from verl_mt.algorithms import covariance as cov
 from verl_mt.algorithms import losses
 from verl_mt.algorithms.aggregate import MODES
+from verl_mt.extensions.rare_losses import covariance as cov
+from verl_mt.extensions.rare_losses.single_tokens import gpg_loss, sapo_loss
 
 LOW, HIGH, DUAL, COEF, LENGTH = 0.2, 0.28, 3.0, 0.1, 7.0
 OWNERS = [4, 9, 4, 2]
@@ -37,8 +38,8 @@ def token_losses(name: str, new, old, advantages, mask, chosen):
     return {
         "ppo": lambda: losses.ppo_clip_loss(*arguments, **clip, clip_c=DUAL)[0],
         "cispo": lambda: losses.cispo_loss(*arguments, **clip)[0],
-        "sapo": lambda: losses.sapo_loss(*arguments)[0],
-        "gpg": lambda: losses.gpg_loss(*arguments)[0],
+        "sapo": lambda: sapo_loss(*arguments)[0],
+        "gpg": lambda: gpg_loss(*arguments)[0],
         "clip_cov": lambda: cov.clip_cov_loss(*arguments, chosen, **clip)[0],
         "kl_cov": lambda: cov.kl_cov_loss(*arguments, chosen, ppo_kl_coef=COEF)[0],
     }[name]()

@@ -12,9 +12,10 @@ from aggregated import aggregate_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_mt.algorithms import covariance as cov
 from verl_mt.algorithms import losses
 from verl_mt.algorithms.aggregate import MODES
+from verl_mt.extensions.rare_losses import covariance as cov
+from verl_mt.extensions.rare_losses.single_tokens import gpg_loss, sapo_loss
 
 
 def tensors(*rows):
@@ -31,8 +32,8 @@ LOSSES = {
     "ppo": partial(losses.ppo_clip_loss, **CLIP, clip_c=3.0),
     "gspo": partial(losses.gspo_loss, **CLIP),
     "cispo": partial(losses.cispo_loss, **CLIP),
-    "sapo": losses.sapo_loss,
-    "gpg": losses.gpg_loss,
+    "sapo": sapo_loss,
+    "gpg": gpg_loss,
     "clip_cov": lambda *args: cov.clip_cov_loss(*args, CHOSEN, **CLIP),
     "kl_cov": lambda *args: cov.kl_cov_loss(*args, CHOSEN, ppo_kl_coef=0.1),
 }
@@ -70,7 +71,7 @@ def test_pinned_cispo(ratios, low, high, expected, clipfrac):
 )
 def test_pinned_sapo(advantage, expected):
     new = torch.tensor([[0.5, 1, 2]], dtype=torch.float64).log()
-    loss, metrics = losses.sapo_loss(new, torch.zeros_like(new), advantage * torch.ones(1, 3), torch.ones(1, 3))
+    loss, metrics = sapo_loss(new, torch.zeros_like(new), advantage * torch.ones(1, 3), torch.ones(1, 3))
     assert loss[0].tolist() == pytest.approx(expected, abs=1e-6)
     assert 0.5 < metrics["gate_slope"].item() < 1
 
@@ -79,7 +80,7 @@ def test_pinned_sapo(advantage, expected):
 def test_at_ratio_one_the_soft_gate_has_the_gradient_of_the_policy_gradient(tau):
     new, advantages, mask = tensors([-1.0, -2.0], [0.7, -1.3], [1, 1])
     new.requires_grad_()
-    loss, metrics = losses.sapo_loss(new, new.detach(), advantages, mask, tau_pos=tau, tau_neg=tau)
+    loss, metrics = sapo_loss(new, new.detach(), advantages, mask, tau_pos=tau, tau_neg=tau)
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     assert torch.allclose(gradient, -advantages)
     assert metrics["gate_slope"].item() == pytest.approx(1.0)
@@ -281,7 +282,7 @@ def test_the_draw_of_tokens_depends_on_its_generator_only():
 
 @pytest.mark.parametrize(
     ("loss", "clip", "expected"),
-    [(losses.gspo_loss, {"clip_low": 0.03, "clip_high": 0.04}, 0.4823450), (losses.sapo_loss, {}, 0.9090832)],
+    [(losses.gspo_loss, {"clip_low": 0.03, "clip_high": 0.04}, 0.4823450), (sapo_loss, {}, 0.9090832)],
 )
 def test_pinned_losses_of_sequences_as_other_libraries_make_one_number_of_them(loss, clip, expected):
     """What verl 0.6.1's `compute_policy_loss_gspo` and TRL 1.16's loss `sapo` give for these numbers."""
@@ -348,7 +349,7 @@ def test_ratios_of_all_losses_are_bounded(log_ratio):
 def test_pinned_gate_slope():
     new, old, advantages, mask = tensors([math.log(2), 0, 0], [0, 0, 0], [1, -1, 1], [1, 1, 0])
     gate = 1 / (1 + math.exp(-1))
-    _, metrics = losses.sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
+    _, metrics = sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
     assert metrics["gate_slope"].item() == pytest.approx((4 * gate * (1 - gate) + 1.0) / 2)
 
 
@@ -374,6 +375,6 @@ def test_a_fraction_of_the_tokens_rounds_down_to_one_at_least(fraction, count):
 
 def test_a_token_without_advantage_fades_as_one_of_negative_advantage():
     new, old, advantages, mask = tensors([math.log(2)], [0], [0], [1])
-    _, metrics = losses.sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
+    _, metrics = sapo_loss(new, old, advantages, mask, tau_pos=1.0, tau_neg=3.0)
     gate = 1 / (1 + math.exp(-3))
     assert metrics["gate_slope"].item() == pytest.approx(4 * gate * (1 - gate))

@@ -66,7 +66,8 @@ class CountedPattern:
 def parser_work(monkeypatch: pytest.MonkeyPatch) -> Work:
     """Counts also the characters that the parsers' patterns pass and that are cut out of a turn."""
     work = Work()
-    modules = [module for name, module in sys.modules.items() if name.startswith("verl_mt.chat.parsers")]
+    packages = ("verl_mt.chat.parsers", "verl_mt.extensions.rare_parsers")
+    modules = [module for name, module in sys.modules.items() if name.startswith(packages)]
     classes = {id(c): c for m in modules for c in vars(m).values() if isinstance(c, type)}
     for owner in (*modules, *classes.values()):
         for name, value in list(vars(owner).items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_mt.chat.parsers.tagged import read_argument
+from verl_mt.chat.parsers.argument_types import read_argument
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from counted_work import parser_work
 
-from verl_mt.chat.parsers import ToolParser, get_parser, json_calls, tool_parsers
+from verl_mt.chat.parsers import ToolParser, get_parser, tool_parsers
 from verl_mt.chat.parsers.base import IndexedText
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
+from verl_mt.extensions.rare_parsers import bare_json
 
 _FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "parser_cost.py"
 _SPEC = importlib.util.spec_from_file_location("parser_cost", _FILE)
@@ -107,7 +108,7 @@ def test_nested_llama_values_that_break_at_one_place_are_read_once(monkeypatch):
         read.append(start)
         return decode_json(text, start)
 
-    monkeypatch.setattr(json_calls, "decode_json", noted)
+    monkeypatch.setattr(bare_json, "decode_json", noted)
     parser = get_parser("llama3_json")
     line = '{"a":\n'
     assert parser.parse(line * 50).content == line * 50 and read == [0]

@@ -191,7 +191,7 @@ def test_schemas_may_be_objects_or_dicts_in_either_shape(parser):
 
 
 def test_names_of_other_libraries_are_accepted():
-    for alias, name in aliases.items():
+    for alias, name in aliases().items():
         assert type(get_parser(alias)) is tool_parsers[name]
     for given, name in (("gpt-oss", "gpt_oss"), ("Qwen3-Coder", "qwen3_coder"), ("deepseek-v3", "deepseek_v3")):
         assert type(get_parser(given)) is tool_parsers[name]

@@ -21,7 +21,7 @@ def test_the_table_names_every_parser_with_its_aliases():
     listed = {name: set(names_in(row[-1])) for row in rows for name in names_in(row[0])[:1]}
     assert {name for row in rows for name in names_in(row[0])} == set(tool_parsers)
     for name, others in listed.items():
-        assert others == {alias for alias, meant in aliases.items() if meant == name}, name
+        assert others == {alias for alias, meant in aliases().items() if meant == name}, name
 
 
 def test_forms_shown_in_the_table_are_read_by_their_parsers():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from verl_mt.chat.parsers import HermesParser, SearchR1Parser, ToolParser, base, get_parser, json_calls, tool_parsers
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall
 from verl_mt.errors import PluginError
+from verl_mt.extensions.rare_parsers import bare_json
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
 SEARCH_X = ToolCall("search", {"query": "x"})
@@ -135,8 +136,16 @@ def test_every_parser_exists_under_its_names():
     assert isinstance(get_parser("qwen"), HermesParser)
     assert set(tool_parsers) >= {"hermes", "qwen", "llama3_json", "search_r1"}
     assert isinstance(get_parser("verl_mt.chat.parsers.HermesParser"), HermesParser)
-    with pytest.deprecated_call(match="use verl_mt.chat.parsers.HermesParser"):
-        assert isinstance(get_parser("verl_mt.chat.parsers.hermes.HermesParser"), HermesParser)
+    assert isinstance(get_parser("verl_mt.chat.parsers.hermes.HermesParser"), HermesParser)
+
+
+def test_a_parser_of_an_extension_has_its_documented_paths():
+    from verl_mt.chat.parsers import Llama3JsonParser
+
+    for path in ("verl_mt.chat.parsers.Llama3JsonParser", "verl_mt.chat.parsers.llama3_json.Llama3JsonParser"):
+        assert type(get_parser(path)) is tool_parsers["llama3_json"] is Llama3JsonParser
+    with pytest.raises(PluginError, match="has no 'LlamaParser'"):
+        get_parser("verl_mt.chat.parsers.LlamaParser")
 
 
 @pytest.mark.parametrize("name", ["Qwen", "HERMES", "hermes"])
@@ -309,12 +318,12 @@ def test_the_search_behind_a_broken_llama_call_only_moves_forward(monkeypatch):
     starts: list[int] = []
 
     def first_match(pattern, text, start):
-        if pattern is json_calls._LLAMA_NEXT:
+        if pattern is bare_json._LLAMA_NEXT:
             assert not starts or start > starts[-1]
             starts.append(start)
         return base.first_match(pattern, text, start)
 
-    monkeypatch.setattr(json_calls, "first_match", first_match)
+    monkeypatch.setattr(bare_json, "first_match", first_match)
     other = '\n{"name": "other"'
     text = '{"name": "search", "parameters": {"query": x' + 2 * other
     (bad,) = llama(text, TOOLS).actions
@@ -627,7 +636,7 @@ def test_a_text_of_one_value_may_have_blanks_around_it_and_nothing_else():
 def test_values_around_a_broken_place_are_known_to_be_broken(text, noted):
     indexed = base.IndexedText(text)
     with pytest.raises(json_calls.BadJSON):
-        json_calls._decode_llama(indexed, 0)
+        bare_json._decode_llama(indexed, 0)
     assert {place: at for place, (_, at) in indexed.unreadable.items()} == noted
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from verl_mt.chat.parsers import get_parser
+from verl_mt.chat.parsers.argument_types import parameters_of, read_argument
 from verl_mt.chat.parsers.base import BadCall
-from verl_mt.chat.parsers.tagged import Values, parameters_of, read_argument
 from verl_mt.data.conversation import OpenAIFunctionToolSchema, ToolCall
+from verl_mt.extensions.rare_parsers.tagged import Values
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 SCHEMA: dict[str, Any] = {"properties": {"s": STRING, "i": INTEGER, "o": {"type": "object"}}}

@@ -16,9 +16,11 @@ import effect_parts as parts
 import torch
 from effect_probes import refused
 
+from verl_mt import engines
 from verl_mt.config.compose import compose
 from verl_mt.engines.base import Disk
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.sglang import engine as engine_module
 from verl_mt.extensions.cluster.sglang.buckets import Buckets
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
@@ -86,9 +88,8 @@ def sglang(overrides: tuple[str, ...]) -> Any:
 
 def hosts(overrides: tuple[str, ...]) -> Any:
     """What is asked of a worker group: ranks of an engine, machines and devices of their own."""
-    asked = mock.Mock()
-    build.place_engine(compose([*overrides]), asked)
-    return [tuple(call.args) for call in asked.engine_hosts.call_args_list]
+    rollout = compose([*overrides]).actor_rollout_ref.rollout
+    return keys_of(rollout).started_on if engines.lives_beside_ranks(rollout.name) else None
 
 
 async def _asked(client: Any, replica: Any) -> str:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mt.config.compose import compose
-from verl_mt.config.options import GuardThresholds, read_thresholds
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.inspection.config import GuardThresholds, read_thresholds
 from verl_mt.extensions.inspection.diagnostics.collapse_guard import MAX_HISTORY, CollapseGuard, Verdict
 
 GOOD = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,10 +11,12 @@ from engine_models import request
 from vision_toys import vision_model
 
 from verl_mt.config.rollout import RolloutConfig
-from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
+from verl_mt.config.schema import ActorRolloutRefConfig, Config, TrainerConfig
 from verl_mt.engines import build, check
 from verl_mt.engines.base import EngineSetup, check_request
 from verl_mt.errors import ConfigError, EngineError
+from verl_mt.extensions.cluster.config import problems
+from verl_mt.extensions.cluster.sglang.options import check_devices
 from verl_mt.extensions.cluster.workers.ray_group import rank_environment
 
 
@@ -82,45 +86,38 @@ def test_what_cannot_be_served_is_found_before_an_engine_sees_it(ask, message):
         check_request(ask, "the engine", max_model_len=100, vocab_size=50, finds_stops=False)
 
 
-BESIDE = """
-from verl_mt.engines.base import InferenceEngine
-
-
-class Mine(InferenceEngine):
-    lives_beside_ranks = True
-"""
+@pytest.mark.parametrize(
+    ("ranks", "rollout", "message"),
+    [
+        (3, {}, r"size=2 does not divide trainer\.n_workers_per_node=3: "),
+        (4, {}, None),
+        (3, {"servers": ["http://a:1"]}, None),
+        (3, {"nnodes": 1, "n_workers_per_node": 2}, None),
+    ],
+)
+def test_an_engine_of_more_devices_than_ranks_have_is_refused_whoever_wrote_it(ranks, rollout, message):
+    trainer = TrainerConfig(placement="ray", n_workers_per_node=ranks)
+    rollout = RolloutConfig(name="mine.py:Mine", tensor_model_parallel_size=2, **rollout)
+    found = list(problems(Config(actor_rollout_ref=ActorRolloutRefConfig(rollout=rollout), trainer=trainer)))
+    assert found == [] if message is None else [True for text in found if re.search(message, text)] == [True]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "trainer", "rollout", "message"),
+    ("gpus", "rollout", "message"),
     [
-        (
-            0,
-            {"placement": "ray", "n_workers_per_node": 3},
-            {},
-            r"size=2 does not divide trainer\.n_workers_per_node=3: ",
-        ),
-        (0, {"placement": "ray", "n_workers_per_node": 4}, {}, None),
-        (0, {"placement": "ray", "n_workers_per_node": 3}, {"servers": ["http://a:1"]}, None),
-        (0, {"placement": "ray", "n_workers_per_node": 3}, {"nnodes": 1, "n_workers_per_node": 2}, None),
-        (1, {}, {}, r"size=2, but this machine has 1 GPU\(s\), .*: give at most 1, or .*servers"),
-        (1, {}, {"servers": ["http://a:1"]}, None),
-        (2, {}, {}, None),
-        (0, {}, {}, None),  # on the CPU
+        (1, {}, r"size=2, but this machine has 1 GPU\(s\), .*: give at most 1, or .*servers"),
+        (1, {"servers": ["http://a:1"]}, None),
+        (2, {}, None),
+        (0, {}, None),  # on the CPU
     ],
 )
-def test_an_engine_of_more_devices_than_it_can_have_is_refused_whoever_wrote_it(
-    tmp_path, monkeypatch, gpus, trainer, rollout, message
+def test_an_engine_beside_the_trainer_of_more_devices_than_the_machine_has_is_refused(
+    monkeypatch, gpus, rollout, message
 ):
-    (tmp_path / "mine.py").write_text(BESIDE)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    rollout = RolloutConfig(name=f"{tmp_path / 'mine.py'}:Mine", tensor_model_parallel_size=2, **rollout)
-    config = ActorRolloutRefConfig(rollout=rollout)
-    if message is None:
-        check(config, TrainerConfig(**trainer))
-        return
-    with pytest.raises(ConfigError, match=message):
-        check(config, TrainerConfig(**trainer))
+    rollout = RolloutConfig(name="sglang", tensor_model_parallel_size=2, **rollout)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_devices(rollout)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TARGETS = (
     "verl_mt/algorithms/*.py", "verl_mt/workers/*.py", "verl_mt/data/*.py", "verl_mt/chat/**/*.py",
-    "verl_mt/rollout/session.py", "verl_mt/rollout/stream.py", "verl_mt/extensions/cluster/rollout_workers/dealer.py",
+    "verl_mt/rollout/session.py", "verl_mt/extensions/toolbox/editing/session.py", "verl_mt/rollout/stream.py",
+    "verl_mt/extensions/rare_losses/*.py", "verl_mt/extensions/rare_parsers/*.py",
+    "verl_mt/extensions/cluster/rollout_workers/dealer.py",
     "verl_mt/extensions/asynchronous/in_flight.py", "verl_mt/trainer/spool.py", "verl_mt/trainer/dynamic_sampling.py",
     "verl_mt/trainer/restarts.py", "verl_mt/extensions/inspection/prompt_log.py",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from verl_mt.data.batch import LOSS_MASK, TRAJECTORY_INDEX, build_batch, expand_
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.scripted import ScriptedEngine
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rollout.context import Limits
 from verl_mt.rollout.session import RolloutSession, SessionContext
 
@@ -29,7 +30,7 @@ def said(text: str) -> tuple:
 
 
 def started(
-    turns, *, chat=CHAT, messages=QUESTION, tools=(), fork=True, limits=None
+    turns, *, chat=CHAT, messages=QUESTION, tools=(), fork=True, limits=None, kind=RolloutSession
 ) -> tuple[RolloutSession, ScriptedEngine]:
     engine = ScriptedEngine(turns)
     context = SessionContext(
@@ -41,7 +42,7 @@ def started(
         sanity=SanityMonitor(SanityMode.STRICT),
         use_inference_chat_template=fork,
     )
-    session = RolloutSession(context, Trajectory("t", "p", "p", "t"))
+    session = kind(context, Trajectory("t", "p", "p", "t"))
     session.start(chat.prompt_ids(messages, list(tools) or None), messages, list(tools))
     return session, engine
 
@@ -148,7 +149,7 @@ class Once(dict):
 )
 def test_only_messages_that_the_prompt_begins_with_too_keep_their_control_tokens(contents, trusted):
     """Each content has one control token, and each message ends with another."""
-    session, engine = started([said("one")], messages=[user("a<|im_end|>"), user("b<|im_end|>")])
+    session, engine = started([said("one")], messages=[user("a<|im_end|>"), user("b<|im_end|>")], kind=EditableSession)
     session.rewrite([Once(user(content)) for content in contents], [])
     asyncio.run(session.generate())
     (request,) = engine.requests
@@ -163,7 +164,7 @@ def tool(name: str) -> dict:
 
 @pytest.mark.parametrize("later", [tool("add"), tool("sub")])
 def test_each_record_is_checked_with_the_tools_that_it_showed(later):
-    session, engine = started([said("one"), said("two")], tools=[tool("add")])
+    session, engine = started([said("one"), said("two")], tools=[tool("add")], kind=EditableSession)
     history = [*QUESTION, user("u1")]
 
     async def go():
@@ -184,7 +185,7 @@ def test_each_record_is_checked_with_the_tools_that_it_showed(later):
 
 
 def test_a_turn_goes_on_inside_the_last_assistant_message_of_a_rewritten_history():
-    session, engine = started([said("gin")])
+    session, engine = started([said("gin")], kind=EditableSession)
     session.rewrite([*QUESTION, {"role": "assistant", "content": "be"}], [])
     asyncio.run(session.generate())
     assert CHAT.decode(engine.requests[0].input_ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nbe"

@@ -14,7 +14,7 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.data.trajectory import Status
 from verl_mt.errors import DataError
 from verl_mt.extensions.compat.generate.row_tools import RowTools, json_schema
-from verl_mt.rollout.session import first_tag
+from verl_mt.rollout.turn_log import first_tag
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.registry import ToolSet
 

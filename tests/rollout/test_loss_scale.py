@@ -330,7 +330,7 @@ def test_a_stretch_of_weight_zero_takes_whole_characters_out_of_the_loss():
     sampled = list("é東東b🙂".encode())
     record.append_sampled(sampled, [-1.0] * len(sampled), [0] * len(sampled), turn=1)
     trajectory = Trajectory("t", "p", "g", "e", "toy", 0, records=[record])
-    apply_loss_scale(Middle(), chat, trajectory, [0])
+    apply_loss_scale(Middle(), chat, trajectory)
     kept = [i for i, bit in zip(record.token_ids, record.loss_mask, strict=True) if bit]
     assert bytes(kept).decode() == "éb🙂"
     assert trajectory.counters["masked_tokens"] == len("東東".encode())

@@ -6,22 +6,22 @@ import asyncio
 import hashlib
 import logging
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from rollout_support import FixedChat, fixed_session
+from rollout_support import Engine, Recorder, Texts, fixed_session, output, with_texts
 
 from verl_mt.chat.sanity import SanityMode, SanityMonitor
 from verl_mt.data.conversation import ParsedTurn, ToolCall
-from verl_mt.data.media import MediaInput
 from verl_mt.data.requests import GenerationOutput, SamplingParams, Timings, VersionSpan
 from verl_mt.data.trajectory import Status, StopReason, TimeSpan
 from verl_mt.engines.scripted import ScriptedEngine
 from verl_mt.errors import DeadlineError, EngineGoneError, LedgerError
 from verl_mt.rollout import session as module
 from verl_mt.rollout.context import Limits
-from verl_mt.rollout.session import RolloutSession, first_tag
+from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.turn_log import first_tag
 
 USER = [{"role": "user", "content": "more"}]
 
@@ -135,6 +135,11 @@ def test_log_probs_of_another_length_are_refused_with_both_numbers():
         session.record.append_sampled([10, 11], [-0.1], [0, 0], turn=1)
 
 
+def test_the_session_of_the_core_has_two_verbs():
+    public = {name for name, member in vars(RolloutSession).items() if callable(member) and not name.startswith("_")}
+    assert public - {"start", "end", "finish", "count"} == {"generate", "extend"}
+
+
 def test_nothing_is_appended_after_the_end():
     session = fixed_session(ScriptedEngine([]))
     session.end(StopReason.FINISHED)
@@ -184,53 +189,6 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
-@dataclass
-class Texts(FixedChat):
-    """Texts are their characters' numbers; a system message `s` stands before each prompt."""
-
-    def continuation_ids(self, text):
-        return [ord(letter) for letter in text]
-
-    def mixed_prompt_ids(self, trusted, plain, tools=None):
-        self.mixed = (list(trusted), list(plain), tools)
-        return [7, 7, 7]
-
-    def media_inputs(self, messages, ids):
-        return [MediaInput("image", k, 1, {}) for k, number in enumerate(ids) if number == 9]
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-
-class Engine:
-    """Gives the outputs one after the other; each takes as long as it says."""
-
-    version = 4
-
-    def __init__(self, *outputs, clock=None, seconds=0.0):
-        self.outputs, self.requests, self.clock, self.seconds = list(outputs), [], clock, seconds
-
-    async def generate(self, request):
-        self.requests.append(request)
-        if self.clock is not None:
-            self.clock.now_s += self.seconds
-        return self.outputs.pop(0)
-
-
-def output(ids=(10, 11), finish_reason="stop", **changed) -> GenerationOutput:
-    spans = [VersionSpan(5, 1), VersionSpan(6, len(ids) - 1)]
-    return GenerationOutput(list(ids), [-0.5] * len(ids), finish_reason, spans, **changed)
-
-
-def with_texts(engine, *, deltas=(), messages=({"role": "user", "content": "q"},), tools=(), **changed):
-    """A started session; `changed` are fields of its context."""
-    session = fixed_session(engine, [])
-    chat = Texts(list(deltas))
-    session = RolloutSession(replace(session.context, chat=chat, **changed), session.trajectory)
-    session.start([1, 2, 3], list(messages), list(tools))
-    return session
-
-
 def test_a_request_names_the_turn_and_says_all_limits(clock):
     engine = Engine(output(cached_tokens=2, replica="r1"), output((12, 13, 14)), output())
     sampling = SamplingParams(1, temperature=0.5, stop=("a", "b"))
@@ -240,12 +198,11 @@ def test_a_request_names_the_turn_and_says_all_limits(clock):
     run(session.generate(max_tokens=27, stop=["b", "c"]))
     clock.now_s += 30.0
     session.extend(USER)
-    session.engine_session = "e"
     run(session.generate(max_tokens=5))
     first, second = engine.requests
     assert (first.input_ids, second.input_ids) == ([1, 2, 3], [1, 2, 3, 10, 11, 50, 51])
     assert (first.request_id, second.request_id) == ("t/2/1", "t/2/2")
-    assert (first.session_id, second.session_id) == ("t", "e") and first.media == second.media == {}
+    assert (first.session_id, second.session_id) == ("t", "t") and first.media == second.media == {}
     assert (first.deadline_s, second.deadline_s) == (25.0, 10.0)
     digests = [hashlib.blake2b(f"3/t/{turn}/0".encode(), digest_size=8).digest() for turn in (1, 2)]
     seeds = [int.from_bytes(digest, "big") // 2 for digest in digests]
@@ -260,27 +217,18 @@ def test_a_request_names_the_turn_and_says_all_limits(clock):
     assert [(span.kind, span.turn) for span in session.record.turns] == [
         ("prompt", 0), ("assistant", 1), ("observation", 1), ("assistant", 2),
     ]  # fmt: skip
-    assert (session.rounds, session.message_rounds) == ([0, 1], {1: 0, 3: 1})
-    assert not session.ended and session.cut_reason is None
+    assert not session.ended
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"), [(3, "MAX_TOKENS_PER_TURN"), (4, "RESPONSE_LENGTH"), (9, "RESPONSE_LENGTH")]
 )
-@pytest.mark.parametrize("verbatim", [False, True])
-def test_a_turn_that_is_cut_where_its_caller_said_is_cut_by_the_turns_limit(asked, reason, verbatim):
-    engine = Engine(output(finish_reason="length"), output(finish_reason="stop"))
+def test_a_turn_that_is_cut_where_its_caller_said_is_cut_by_the_turns_limit(asked, reason):
+    engine = Engine(output(finish_reason="length"))
     session = with_texts(engine, limits=Limits(response_length=4, max_model_len=100))
-    session.verbatim = verbatim
     run(session.generate(max_tokens=asked))
     assert engine.requests[0].sampling.max_new_tokens == min(asked, 4)
-    assert session.cut_reason is StopReason[reason]
-    assert session.trajectory.stop_reason is (None if verbatim else StopReason[reason])
-    if verbatim:
-        run(session.generate())
-        assert session.cut_reason is None and not session.ended, "the last turn ended itself"
-        session.cut_reason = StopReason.MAX_TOKENS_PER_TURN
-        assert run(session.generate()) is None and session.trajectory.stop_reason is session.cut_reason
+    assert session.trajectory.stop_reason is StopReason[reason]
 
 
 def test_no_turn_begins_when_all_are_used():
@@ -325,7 +273,7 @@ def test_a_turn_that_the_deadline_cuts_is_kept_and_counted(clock, monkeypatch, l
     session = with_texts(engine, limits=Limits(50, 100, **limits))
     session._started_s = clock.now_s
     assert run(session.generate()).finish_reason == "abort"
-    assert session.trajectory.stop_reason is StopReason.TIME_LIMIT and session.cut_reason is None
+    assert session.trajectory.stop_reason is StopReason.TIME_LIMIT
     assert session.trajectory.counters["deadlines"] == 1 and said == warned
     assert session.record.sampled == [0, 0, 0, 1, 1]
 
@@ -437,9 +385,6 @@ def test_a_message_holds_what_the_parser_read(parsed, parser, can, message):
         [replace(call, id=call.id or "call_1_0") for call in parsed.calls],
     )
     assert made.asked == [("10 11", [tool], True)]
-    session = with_texts(Engine(output()), parser=Parser(parsed, **parser))
-    session.verbatim = True
-    assert run(session.generate()).message == {"role": "assistant", "content": "10 11"}
 
 
 def test_the_key_of_reasoning_is_the_templates_else_the_parsers():
@@ -487,172 +432,7 @@ def test_the_engines_text_becomes_ids_of_its_version(monkeypatch):
     assert session.trajectory.turn_texts == ["one", "two#", "three"]
 
 
-def test_a_text_that_goes_on_inside_a_message_is_rendered_behind_the_others(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        module, "turn_ids", lambda chat, history, message, **keys: asked.append((history, keys["tools"])) or [8]
-    )
-    session = with_texts(Engine(GenerationOutput(None, None, "stop", text="b")))
-    session.rewrite([{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}], [])
-    run(session.generate())
-    assert asked == [([{"role": "user", "content": "p"}], None)]
-    assert session.messages[-1] == {"role": "assistant", "content": "ab"}
-
-
-def test_what_is_queued_is_recorded_with_the_next_turn_in_order():
-    session = with_texts(Engine(output(), output()), deltas=[[50, 9]])
-    session.verbatim = True
-    run(session.generate())
-    session.extend_ids([40, 41], {"role": "tool", "content": "x"})
-    session.extend_ids((42,), {"role": "tool", "content": "y"})
-    image = {"role": "user", "content": [{"type": "image", "image": "i"}]}
-    session.extend([image])
-    with pytest.raises(LedgerError, match=r"t: extend_ids\(\) behind messages"):
-        session.extend_ids([43], {"role": "tool", "content": "z"})
-    session.prefill("AB")
-    assert session.record.token_ids == [1, 2, 3, 10, 11] and session._seen == session.messages[:4]
-    run(session.generate())
-    assert session.record.token_ids == [1, 2, 3, 10, 11, 40, 41, 42, 50, 9, 65, 66, 10, 11]
-    assert [made.start for made in session.record.media] == [9]
-    assert session.messages[-1] == {"role": "assistant", "content": "AB10 11"} and session.message_prefix == "AB"
-    assert (session.message_start, session.rounds) == (12, [0, 1])
-    assert session.record.turns[2].turn == 1 and session._queue == module._Queue()
-
-
-def test_what_does_not_fit_is_not_recorded_and_ends_the_conversation():
-    limits = Limits(response_length=6, max_model_len=100)
-    for extra, fits in (([40, 41, 42], True), ([40, 41, 42, 43], False)):
-        session = with_texts(Engine(output(), output()), limits=limits)
-        run(session.generate())
-        session.extend_ids(extra, {"role": "tool", "content": "x"})
-        turn = run(session.generate())
-        assert (turn is not None, len(session.record.token_ids)) == (fits, 10 if fits else 5)
-        assert session.trajectory.stop_reason is (None if fits else StopReason.CONTEXT_FULL)
-
-
-def reopened(keep, ids=(), content="new"):
-    session = with_texts(Engine(output((10, 11, 12)), output((13,)), output((14,))))
-    run(session.generate())
-    session.reopen("first", keep=6, ids=[20])
-    run(session.generate())
-    session.reopen(content, keep=keep, ids=list(ids))
-    return session
-
-
-@pytest.mark.parametrize(
-    ("keep", "texts", "cut"),
-    [(8, ["10 11 12", "13"], 0), (7, ["10 11 12", ""], 1), (4, ["10", ""], 3), (3, ["", ""], 4)],
-)
-def test_a_message_is_reopened_where_its_caller_says(keep, texts, cut):
-    """The message is [3, 8): three tokens of turn 1, one that was given, one of turn 2."""
-    session = reopened(keep, [30, 31])
-    assert session.record.token_ids == [1, 2, 3, 10, 11, 12, 20, 13][:keep]
-    assert session.trajectory.turn_texts == texts
-    assert session.trajectory.counters.get("cut_tokens", 0) == cut
-    assert session.messages[-1] == {"role": "assistant", "content": "new"}
-    run(session.generate())
-    assert session.record.token_ids == [*[1, 2, 3, 10, 11, 12, 20, 13][:keep], 30, 31, 14]
-    assert session.messages[-1] == {"role": "assistant", "content": "new14"} and len(session.messages) == 2
-    assert (session.rounds, session.message_rounds) == ([0, 0, 0], {1: 0})
-
-
-def test_texts_of_turns_that_lose_nothing_stay_as_the_engine_gave_them():
-    session = reopened(8)
-    session.trajectory.turn_texts = ["one", "two"]
-    session.reopen("b", keep=8, ids=[])
-    assert session.trajectory.turn_texts == ["one", "two"]
-    session.reopen("c", keep=6, ids=[])
-    assert session.trajectory.turn_texts == ["one", ""]
-    session.reopen("d", keep=5, ids=[])
-    assert session.trajectory.turn_texts == ["10 11", ""]
-
-
-def test_the_turn_behind_one_that_went_on_is_a_message_of_its_own():
-    session = with_texts(Engine(output(), output(), output()))
-    run(session.generate())
-    session.reopen("a", keep=5, ids=[])
-    run(session.generate())
-    run(session.generate())
-    assert [message["content"] for message in session.messages] == ["q", "a10 11", "10 11"]
-    assert (session.rounds, session.message_rounds) == ([0, 0, 1], {1: 0, 2: 1})
-
-
-@pytest.mark.parametrize("keep", [2, 9])
-def test_what_is_not_in_the_last_message_cannot_be_kept(keep):
-    with pytest.raises(LedgerError, match=rf"t: cannot keep {keep} tokens: the last assistant message is \[3, 8\)"):
-        reopened(keep)
-
-
-def test_a_record_without_a_turn_has_no_message():
-    session = with_texts(Engine(output()))
-    assert session.message_start == 3
-    session.reopen("x", keep=3, ids=[40])
-    run(session.generate())
-    assert (session.rounds, session.messages[-1]["content"]) == ([0], "x10 11")
-
-
 TOOL = {"name": "f"}
-
-
-def test_a_rewritten_history_is_read_from_a_record_of_its_own():
-    session = with_texts(Engine(output(), output()), tools=[TOOL])
-    run(session.generate())
-    old = session.record
-    session.extend(USER)
-    messages = [{"role": "user", "content": "q"}, {"role": "user", "content": "p"}]
-    session.rewrite(messages, [])
-    assert old.messages == [messages[0], {"role": "assistant", "content": "10 11"}] and old.tools == [TOOL]
-    assert session.context.chat.mixed == ([messages[0]], [messages[1]], None)
-    assert (session.messages, session.trajectory.tools, session.message_rounds) == (messages, [], {})
-    run(session.generate())
-    assert session.trajectory.records == [old, session.record] and session.trajectory.counters["forks"] == 1
-    assert session.record.token_ids == [7, 7, 7, 10, 11] and session.record.turns[0].turn == 1
-    assert session.rounds == [0, 1] and session.message_rounds == {2: 1} and session.message_prefix == ""
-
-
-def test_a_record_of_which_nothing_was_sampled_is_replaced():
-    session = with_texts(Engine(output()), tools=[TOOL])
-    old = session.record
-    messages = [{"role": "user", "content": "p"}, *USER, {"role": "assistant", "content": "A"}]
-    session.rewrite(messages, [TOOL])
-    session.prefill("B")
-    assert not old.messages and old.tools is None and session.message_prefix == "A"
-    assert session.context.chat.mixed == ([], messages[:2], [TOOL])
-    run(session.generate())
-    assert session.trajectory.records == [session.record] and "forks" not in session.trajectory.counters
-    assert session.record.token_ids == [7, 7, 7, 65, 66, 10, 11]
-    assert session.messages[-1] == {"role": "assistant", "content": "A10 11"}
-
-
-def test_a_rewritten_history_with_the_same_tools_keeps_none_beside_the_record():
-    session = with_texts(Engine(output()), tools=[TOOL])
-    run(session.generate())
-    old = session.record
-    session.rewrite([{"role": "user", "content": "p"}], [dict(TOOL)])
-    assert old.tools is None and len(old.messages) == 2
-
-
-@pytest.mark.parametrize(("length", "fits"), [(8, True), (7, False)])
-def test_a_rewritten_history_must_leave_room_for_a_token(length, fits):
-    """5 tokens are there, 7 are read: three of the prompt, and four that the message begins with."""
-    session = with_texts(Engine(output(), output()), limits=Limits(response_length=100, max_model_len=length))
-    run(session.generate())
-    session.rewrite([{"role": "user", "content": "p"}, {"role": "assistant", "content": "ABCD"}], [])
-    assert (run(session.generate()) is not None) is fits
-    assert len(session.trajectory.records) == 1 + fits
-
-
-def test_images_of_a_rewritten_history_are_those_of_the_new_record():
-    image = {"role": "user", "content": [{"type": "image", "image": "i"}]}
-    session = with_texts(Engine(output(), output()), messages=[image])
-    assert session.record.media == []
-    session.context.chat.mixed_prompt_ids = lambda trusted, plain, tools: [7, 9, 9]
-    run(session.generate())
-    session.rewrite([image], [])
-    run(session.generate())
-    assert [made.start for made in session.record.media] == [1, 2] and not session.trajectory.records[0].media
-    assert session.context.engine.requests[1].media == {"inputs": session.record.media}
-    assert session.context.engine.requests[0].media == {}
 
 
 def test_images_of_the_first_prompt_are_recorded_at_their_places():
@@ -662,58 +442,6 @@ def test_images_of_the_first_prompt_are_recorded_at_their_places():
     assert [made.start for made in session.record.media] == [1]
     assert session.trajectory.messages == [image] and session.trajectory.messages[0] is not image
     assert session.trajectory.records is session.ledger.records and session.trajectory.tools == [TOOL]
-
-
-def refused(session, queue):
-    with pytest.raises(KeyError), session.unless_refused():
-        queue()
-        raise KeyError
-
-
-def test_what_is_queued_before_an_error_is_taken_back():
-    session = with_texts(Engine(output(), output()), tools=[TOOL], deltas=[[50]])
-    run(session.generate())
-    told, queue, tools = list(session.messages), session._queue, session.trajectory.tools
-
-    def rewrite():
-        session.rewrite([{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}], [])
-
-    for queued in (lambda: session.extend(USER), lambda: session.prefill("A"), rewrite):
-        refused(session, queued)
-        assert (session.messages, session.trajectory.tools, session._queue) == (told, tools, queue)
-        assert (session.message_rounds, session.message_prefix, session._num_given) == ({1: 0}, "", 1)
-        assert session.record.messages == [] and session.record.tools is None
-    with session.unless_refused():
-        session.extend(USER)
-    assert session.messages == [*told, *USER]
-
-
-def test_what_was_recorded_before_an_error_stays():
-    session = with_texts(Engine(output(), output()), deltas=[[50]])
-    run(session.generate())
-
-    def go_on():
-        session.extend(USER)
-        run(session.generate())
-
-    refused(session, go_on)
-    assert len(session.messages) == 4 and session.record.token_ids == [1, 2, 3, 10, 11, 50, 10, 11]
-
-    def replaced():
-        session.rewrite([{"role": "user", "content": "p"}], [])
-        session.ledger.records[-1] = replace(session.record)
-
-    refused(session, replaced)
-    assert session.messages == [{"role": "user", "content": "p"}]
-
-
-@pytest.mark.parametrize("verb", ["extend", "extend_ids", "reopen", "prefill", "rewrite"])
-def test_nothing_is_queued_after_the_end(verb):
-    session = with_texts(Engine())
-    session.end(StopReason.FINISHED)
-    arguments = {"extend": (USER,), "extend_ids": ([1], USER[0]), "reopen": ("x",), "prefill": ("x",)}
-    with pytest.raises(LedgerError, match=rf"t: {verb}\(\) after the end \(finished\)"):
-        getattr(session, verb)(*arguments.get(verb, (USER, [])), **({"keep": 3, "ids": []} if verb == "reopen" else {}))
 
 
 def test_a_count_of_nothing_is_no_counter():
@@ -730,7 +458,7 @@ def test_what_the_model_never_read_is_counted_at_the_end():
     session.extend([*USER, *USER])
     session.end(StopReason.FINISHED)
     run(session.finish())
-    assert session.trajectory.counters["unread_messages"] == 2 and session.trajectory.rounds == [0]
+    assert session.trajectory.counters["unread_messages"] == 2
     assert session.trajectory.sanity is None
     session = with_texts(Engine(output()))
     run(session.generate())
@@ -738,39 +466,6 @@ def test_what_the_model_never_read_is_counted_at_the_end():
     session.record.loss_mask.pop()
     with pytest.raises(LedgerError, match="columns of one record differ"):
         run(session.finish())
-
-
-class Recorder:
-    """What the session asks of the sanity check."""
-
-    def __init__(self, monkeypatch):
-        self.asked, self.seen = [], []
-        monkeypatch.setattr(module, "check", lambda chat, **keys: self.asked.append(keys))
-        monkeypatch.setattr(module, "combine", lambda findings: self.finding)
-        self.finding = SimpleNamespace(to_row=lambda: {"cause": "x"})
-
-
-def test_each_record_is_checked_with_what_it_has_seen(monkeypatch):
-    recorder = Recorder(monkeypatch)
-    session = with_texts(Engine(output(), output(finish_reason="length")), tools=[TOOL], deterministic=True)
-    session.prompt_truncated = True
-    session.trajectory.prompt_id = "s1.00003"
-    monkeypatch.setattr(session.context.sanity, "observe", lambda *words: recorder.seen.append(words))
-    run(session.generate())
-    first = list(session.messages)
-    session.rewrite([{"role": "user", "content": "p"}], [])
-    run(session.generate())
-    session.trajectory.stop_reason = None
-    session.extend(USER)
-    session.trajectory.stop_reason = StopReason.RESPONSE_LENGTH
-    run(session.finish())
-    one, two = recorder.asked
-    assert (one["messages"], one["tools"], one["stop_length"], one["prompt_truncated"]) == (first, [TOOL], False, True)
-    assert (two["messages"], two["tools"], two["stop_length"], two["prompt_truncated"]) == (
-        session.messages[:-1], None, True, False,
-    )  # fmt: skip
-    assert (one["token_ids"], two["sampled"]) == ([1, 2, 3, 10, 11], [0, 0, 0, 1, 1])
-    assert recorder.seen == [(recorder.finding, "s1")] and session.trajectory.sanity == {"cause": "x"}
 
 
 @pytest.mark.parametrize("reason", [None, StopReason.FINISHED])
@@ -784,14 +479,14 @@ def test_a_record_that_ended_itself_is_not_checked_as_cut(monkeypatch, reason):
 
 
 @pytest.mark.parametrize(
-    ("train", "truncated", "scaled", "given", "turns", "called"),
+    ("train", "truncated", "scaled", "turns", "called"),
     [
-        (True, False, True, False, 1, ["prompt", "scale"]), (True, True, True, True, 1, []),
-        (False, False, True, False, 0, []), (False, False, False, False, 1, []),
-        (False, True, True, False, 1, ["scale"]),
+        (True, False, True, 1, ["prompt", "scale"]), (True, True, False, 1, []),
+        (False, False, True, 0, []), (False, False, False, 1, []),
+        (False, True, True, 1, ["scale"]),
     ],
 )  # fmt: skip
-def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncated, scaled, given, turns, called):
+def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncated, scaled, turns, called):
     found = []
     told = {}
     monkeypatch.setattr(
@@ -801,7 +496,7 @@ def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncat
     session = with_texts(
         Engine(output()), train_prompt_assistants=train, loss_scale=object() if scaled else None, deterministic=True
     )
-    session.prompt_truncated, session.mask_given = truncated, given
+    session.prompt_truncated = truncated
     if turns:
         run(session.generate())
     run(session.finish())
@@ -811,7 +506,7 @@ def test_masks_are_changed_where_the_run_asks_for_it(monkeypatch, train, truncat
     if "prompt" in called:
         assert told["p"] == (context.chat, trajectory.records[0], [{"role": "user", "content": "q"}], None)
     if "scale" in called:
-        assert told["s"] == (context.loss_scale, context.chat, trajectory, [0])
+        assert told["s"] == (context.loss_scale, context.chat, trajectory)
 
 
 class Production(Texts):
@@ -897,11 +592,10 @@ def test_a_delta_is_rendered_behind_what_the_record_holds():
     session.extend(USER)
     run(session.generate())
     assert asked == [(USER, {"history": seen, "tools": [TOOL], "last_ids": [11]})]
-    session.extend_ids([40, 41], {"role": "tool", "content": "x"})
     seen, session.trajectory.tools = list(session.messages), []
     session.extend(USER)
     run(session.generate())
-    assert asked[1] == (USER, {"history": seen, "tools": None, "last_ids": [41]})
+    assert asked[1] == (USER, {"history": seen, "tools": None, "last_ids": [11]})
     assert session.trajectory.counters["inserted_end_tokens"] == 4
 
 

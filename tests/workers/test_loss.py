@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,20 +11,18 @@ from sharded_jobs import one_update
 
 from verl_mt.config.actor import ActorConfig
 from verl_mt.config.options import read_rollout_correction
+from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
 from verl_mt.data import batch as col
 from verl_mt.errors import ConfigError, UserCodeError
+from verl_mt.extensions.rare_losses.contrast import group_contrast
+from verl_mt.extensions.rare_losses.covariance import tokens_to_hold_back, tokens_to_leave_out
 from verl_mt.modeling.log_probs import LogProbs
 from verl_mt.workers import actor
 from verl_mt.workers.loss import (
     ActorLoss,
     MiniBatch,
     WholeMiniBatch,
-    group_contrast,
-    split_ratios,
     token_loss,
-    tokens_to_hold_back,
-    tokens_to_leave_out,
-    trajectory_ratios,
 )
 from verl_mt.workers.rank_batch import RankBatch
 from verl_mt.workers.rollout_correction import RolloutCorrection
@@ -225,8 +222,6 @@ def test_the_columns_that_a_loss_reads_are_sent_to_other_processes(mode):
 
 
 def test_every_loss_is_tried():
-    from verl_mt.config.policy_losses import POLICY_LOSSES
-
     assert ACTOR_OF.keys() == POLICY_LOSSES.keys()
 
 
@@ -346,9 +341,9 @@ def test_the_slope_of_an_on_policy_loss_is_known_in_advance(options, known):
         assert loss.slope_where_known(batch, mini, old) is None, "an old log-prob is another one"
         outside = torch.tensor([[-1.0, NAN, NAN, NAN]]).double()
         assert torch.equal(loss.slope_where_known(batch, mini, outside), found), "in the loss"
-        loss.record = replace(loss.record, slope_known=False)
+        loss.policy_loss.slope_known = False
         assert loss.slope_where_known(batch, mini, unknown) is None
-        loss.record = replace(loss.record, slope_known=True)
+        loss.policy_loss.slope_known = True
         loss.correction = RolloutCorrection(read_rollout_correction({"rollout_is": "token"}))
         assert loss.slope_where_known(batch, mini, unknown) is None
 
@@ -374,6 +369,10 @@ def split_rows(second_record: list[int]):
     )
 
 
+def trajectory_ratios(whole):
+    return read_policy_loss({"loss_mode": "gspo"}).over_mini_batch(whole, clip_low=0.2, clip_high=0.2)
+
+
 OLD = torch.tensor([[-1, NAN, 9], [-5, -5, -5], [9, -2, -3], [-5, 0, 0]])
 CURRENT = torch.tensor([[-0.5, -7, 9], [-1, -1, -1], [9, -1, -3.5], [-1, 0, 0]])
 
@@ -386,13 +385,13 @@ def test_the_ratio_of_a_trajectory_of_several_rows_in_numbers():
     ((name, found),) = trajectory_ratios(whole).items()
     torch.testing.assert_close(found, torch.tensor([0.25, NAN, 0.25, NAN]), equal_nan=True)
     assert name == "log_ratio_B"
-    found = split_ratios(whole_of(batch, OLD * NAN), batch[col.LOSS_MASK], OLD * NAN)
+    found = whole_of(batch, OLD * NAN).split_ratios(batch[col.LOSS_MASK], OLD * NAN)
     assert found[[0, 2]].tolist() == [0.0, 0.0] and found[[1, 3]].isnan().all(), "and no pass is needed"
 
 
 def test_a_trajectory_of_one_row_has_no_ratio_to_collect():
     one_counts = split_rows([0, 0, 0])
-    assert split_ratios(whole_of(one_counts, OLD), one_counts[col.LOSS_MASK], OLD) is None
+    assert whole_of(one_counts, OLD).split_ratios(one_counts[col.LOSS_MASK], OLD) is None
     assert trajectory_ratios(whole_of(one_counts, OLD)) == {}
     alone = whole_of(split_rows([0, 1, 1]), OLD, rows=[0, 1, 3])
     assert not alone.torn and trajectory_ratios(alone) == {}

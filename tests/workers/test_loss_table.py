@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -104,29 +107,49 @@ def test_a_name_that_is_no_path_is_still_refused():
         compose(["algorithm.adv_estimator=grppo"])
 
 
+DECIDED = {"gspo": {"log_ratio_B"}, "real": {"slope_B"}, "clip_cov": {"chosen"}, "kl_cov": {"chosen"}}
+"""Arguments of a formula that `over_mini_batch` returns."""
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_the_record_of_a_loss_names_what_its_functions_take(name):
-    """What the configuration refuses or calls idle is read off the record, so the record must be true."""
-    loss = POLICY_LOSSES[name]
-    paths = [loss.function, *([loss.over_mini_batch] if loss.over_mini_batch else [])]
-    takes = [inspect.signature(load_object(path, what=name)).parameters for path in paths]
-    assert list(takes[0])[:3] == ["log_probs", "old_log_probs", "advantages"]
-    options = {p for parameters in takes for p, kind in parameters.items() if kind.kind is kind.KEYWORD_ONLY}
-    of_mini_batch = {"log_ratio_B"} if name == "gspo" else set()
-    assert options == {*loss.options, *loss.clips} | of_mini_batch
+def test_a_loss_says_what_its_formula_takes(name):
+    """What the configuration refuses or calls unused is read off the class, so the class must be true."""
+    loss = read_policy_loss({"loss_mode": name})
+    first, takes = [], dict(inspect.signature(load_object(loss.formula, what=name)).parameters)
+    for key in list(takes)[:4]:
+        first.append(key)
+        del takes[key]
+    assert first == ["log_probs", "old_log_probs", "advantages", "mask"]
+    clips = {"clip_low", "clip_high", "clip_c"}
+    assert clips & takes.keys() == {*loss.clips}
+    assert takes.keys() - clips - loss.options.keys() == DECIDED.get(name, set())
+    assert loss.options.keys() <= takes.keys() or name in DECIDED
 
 
 def test_a_loss_that_is_added_to_the_table_can_be_chosen_with_its_options_and_no_others(monkeypatch, module):
-    mine = PolicyLoss(f"{module}.scaled", options={"factor": option(2.0, "A number.", max=3.0)})
-    monkeypatch.setitem(POLICY_LOSSES, "mine", mine)
+    @dataclass
+    class Mine(PolicyLoss):
+        formula = f"{module}.scaled"
+        factor: float = option(2.0, "A number.", max=3.0)
+
+    monkeypatch.setitem(POLICY_LOSSES, "mine", Mine)
     with pytest.raises(ConfigError, match=r"tau_pos is 2.0, which only loss_mode=sapo reads; it is mine"):
         read_policy_loss({"loss_mode": "mine", "tau_pos": 2.0})
     with pytest.raises(ConfigError, match=r"factor: got 4.0, must be at most 3.0"):
         read_policy_loss({"loss_mode": "mine", "factor": 4.0})
-    chosen = read_policy_loss({"loss_mode": "mine"})
     config = Config()
     config.actor_rollout_ref.actor.policy_loss = {"loss_mode": "mine"}
     assert len([key for key in means_nothing(config) if ".clip_ratio" in key]) == 4
     given = tensors()
-    loss = token_loss(ActorConfig(), chosen)(*given)
+    loss = token_loss(ActorConfig(), read_policy_loss({"loss_mode": "mine"}))(*given)
     assert torch.equal(loss, -2.0 * given[2] * given[0])
+
+
+def test_a_configuration_is_checked_with_every_loss_without_torch():
+    program = (
+        "import sys; from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss\n"
+        "for name in POLICY_LOSSES: read_policy_loss({'loss_mode': name})\n"
+        "print(len(POLICY_LOSSES), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["9", "False"]

@@ -10,10 +10,9 @@ import pytest
 
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
-from verl_mt.engines import packages_on_machines
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.workers import ray_cluster
-from verl_mt.extensions.cluster.workers.ray_cluster import differences, require_room, usable
+from verl_mt.extensions.cluster.workers.ray_cluster import differences, packages_on_machines, require_room, usable
 from verl_mt.workers.setup import Placement, WorkerSetup
 
 OWN = {"Python": "3.11", "verl_mt": "0.1.0", "torch": "2.13.0+cpu", "sglang": "0.5.23"}

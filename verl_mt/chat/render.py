@@ -82,7 +82,7 @@ class _Watch:
         self._is_looking = False
 
     def run(self, render: Callable[[], str], limit_s: float) -> str:
-        """What `render` returns.
+        """What `render` returns. Runs in the caller's thread.
 
         Raises:
             _OutOfTime: it used more than `limit_s` seconds of processor time.
@@ -106,6 +106,7 @@ class _Watch:
             raise
 
     def _begin(self, rendering: _Rendering) -> None:
+        """Runs in the thread that renders. Starts the watching thread."""
         with self._lock:
             self._running.add(rendering)
             if not self._is_looking:
@@ -113,11 +114,13 @@ class _Watch:
                 self._is_looking = True
 
     def _end(self, rendering: _Rendering) -> None:
+        """Runs in the thread that renders."""
         with self._lock:
             if rendering.interrupted:
                 _take_back()
 
     def _look(self) -> None:
+        """Runs in the watching thread, until no rendering goes on."""
         try:
             time.sleep(_LOOK_S)
             while self._look_once():
@@ -127,7 +130,7 @@ class _Watch:
             raise
 
     def _look_once(self) -> bool:
-        """Whether any goes on."""
+        """Whether any goes on. Runs in the watching thread. Interrupts the threads whose time is up."""
         with self._lock:
             running = list(self._running)
             self._is_looking = bool(running)
@@ -143,7 +146,7 @@ class _Watch:
 
 
 def _take_back() -> None:
-    """What was sent to this thread and has not arrived must not arrive later.
+    """What was sent to this thread and has not arrived must not arrive later. Runs in the thread that renders.
 
     Sending None would do, but CPython 3.11 then looks for an exception at each call and loop ever after, and hangs
     where `sys.settrace` traces a call. So another one takes the place of the first, and arrives here.

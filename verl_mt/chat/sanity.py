@@ -496,7 +496,8 @@ class SanityMonitor:
         self._counts: dict[str, _Counts] = {}
 
     def observe(self, finding: Finding | None, plan: str = "") -> None:
-        """Count one checked trajectory of a plan; None = it was checked and nothing differed."""
+        """Count one checked trajectory of a plan; None = it was checked and nothing differed. Runs on the rollout's
+        loop and waits for nothing."""
         if self.mode is SanityMode.OFF:
             return
         with self._lock:
@@ -519,6 +520,8 @@ class SanityMonitor:
 
     def metrics(self, reset: bool = True, of: str = "") -> dict[str, float]:
         """What was counted since the last reset; empty where the mode is off.
+
+        Runs in the trainer's main thread and waits for nothing.
 
         Args:
             reset: the step is over: hold it against the budget and count anew. False only looks.

@@ -9,8 +9,6 @@ from typing import Any
 from verl_mt.config.declare import Section, is_set, option, switched_on
 from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, ReadsClip, read_policy_loss
 
-_OF_SEQUENCES = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.aggregation == "seq-mean-token-mean")
-
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
 _HAS_KL_LOSS = switched_on(KL_LOSS, why="no reference policy would be loaded")
 _LORA = is_set("actor_rollout_ref.model.lora_rank", why="all weights are trained")
@@ -130,8 +128,8 @@ class ActorConfig(Section):
     )
     loss_agg_mode: str | None = option(
         None,
-        "How token losses become one number; null = that of the loss: seq-mean-token-mean (every trajectory weighs the "
-        f"same) for {_OF_SEQUENCES}, token-mean for all others. A run's config.yaml has what became of it.",
+        "How token losses become one number; null = as in the paper of the loss (docs/algorithms.md): token-mean for "
+        "vanilla, seq-mean-token-mean (every trajectory weighs the same) for gspo. A run's config.yaml has which.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = option(0.0, "Weight of the entropy bonus.")
@@ -193,7 +191,7 @@ class ActorConfig(Section):
     @property
     def aggregation(self) -> str:
         """`loss_agg_mode`, or that of the loss where it is null."""
-        return self.loss_agg_mode or read_policy_loss(self.policy_loss).loss.aggregation
+        return self.loss_agg_mode or read_policy_loss(self.policy_loss).aggregation
 
     @property
     def clip_range(self) -> tuple[float, float]:

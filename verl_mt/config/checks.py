@@ -16,28 +16,24 @@ from typing import Any
 
 from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.declare import shown
+from verl_mt.config.extended import added
 from verl_mt.config.options import (
-    KL_CTRL,
     RC,
-    THRESHOLDS,
-    KLControlOptions,
     RolloutCorrectionOptions,
     read_kl_control,
     read_rollout_correction,
-    read_thresholds,
 )
-from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss
+from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode, read_policy_loss
 from verl_mt.config.redact import redact
-from verl_mt.config.rollout import problems_of_placement
 from verl_mt.config.schema import PER_TOKEN, Config, Leaf, explicit_keys, is_as_checked, leaves, value_of
 from verl_mt.errors import ConfigError
+from verl_mt.extension_points import known
 from verl_mt.plugins import names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 _WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
 """Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
-_TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
 def check(config: Config) -> None:
@@ -48,10 +44,9 @@ def check(config: Config) -> None:
     """
     groups = (
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
-        _reward_placement, _critic, _losses, _corrections, _dapo, _engine,
-        _rollout_workers, _placement, _run, _staleness, _numbers,
+        _reward_placement, _critic, _losses, _corrections, _dapo, _placement, _run, _staleness, _numbers,
     )  # fmt: skip
-    _raise([text for group in groups for text in group(config)])
+    _raise([text for group in (*groups, *(more.problems for more in added().values())) for text in group(config)])
 
 
 def check_once(config: Config) -> None:
@@ -296,15 +291,14 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _mappings(config: Config) -> Iterator[str]:
-    for key, read in {KL_CTRL: read_kl_control, THRESHOLDS: read_thresholds}.items():
-        try:
-            options = read(value_of(config, key))
-        except ConfigError as error:
-            yield str(error)
-            continue
-        penalises = not isinstance(options, KLControlOptions) or options.type == "adaptive" or options.kl_coef > 0
-        if config.algorithm.use_kl_in_reward and not penalises:
-            yield "algorithm.use_kl_in_reward with kl_ctrl.kl_coef=0 penalises nothing: give a weight, or leave it out"
+    try:
+        options = read_kl_control(config.algorithm.kl_ctrl)
+    except ConfigError as error:
+        yield str(error)
+        return
+    penalises = options.type == "adaptive" or options.kl_coef > 0
+    if config.algorithm.use_kl_in_reward and not penalises:
+        yield "algorithm.use_kl_in_reward with kl_ctrl.kl_coef=0 penalises nothing: give a weight, or leave it out"
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -415,10 +409,10 @@ def _corrections(config: Config) -> Iterator[str]:
             "leave the correction out"
         )
     by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
-    loss_mode = actor.policy_loss.get("loss_mode")
-    if by_token and loss_mode in POLICY_LOSSES and POLICY_LOSSES[str(loss_mode)].by_trajectory:
+    mode = loss_mode(actor.policy_loss)
+    if by_token and mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on == "trajectory":
         yield (
-            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={loss_mode}: a weight or mask per token "
+            f"{' and '.join(by_token)} with {_ACTOR}.policy_loss.loss_mode={mode}: a weight or mask per token "
             "would turn the ratio of a sequence into another one; use sequence or geometric, or a loss per token"
         )
     product = [text for text in given if text.endswith("=sequence") or "=seq_sum" in text]
@@ -458,59 +452,11 @@ def _dapo(config: Config) -> Iterator[str]:
 
 
 def _losses(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
     try:
-        read_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+        read_policy_loss(actor.policy_loss).check(actor)
     except ConfigError as error:
         yield str(error)
-        return
-    actor = config.actor_rollout_ref.actor
-    safety, dual = actor.policy_loss.get("fipo_safety_ratio"), actor.clip_ratio_c
-    if safety and dual is not None and safety >= dual:
-        yield (
-            f"{_ACTOR}.policy_loss.fipo_safety_ratio ({safety}) is not below clip_ratio_c ({dual}): the dual clip "
-            "leaves a token of negative advantage no gradient above its bound, so that no weight is held; lower "
-            "fipo_safety_ratio, raise clip_ratio_c, or set clip_ratio_c=null"
-        )
-
-
-def _engine(config: Config) -> Iterator[str]:
-    name = config.actor_rollout_ref.rollout.name
-    if name == "sglang":
-        yield from _sglang(config)
-    if name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
-        yield from problems_of_placement(config.actor_rollout_ref.rollout, config.trainer.placement)
-
-
-def _rollout_workers(config: Config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    asked, limit = f"{_ROLLOUT}.num_workers={rollout.num_workers}", rollout.max_concurrent
-    if not rollout.num_workers:
-        return
-    if rollout.mode == "sync":
-        yield (
-            f"{asked} with {_ROLLOUT}.mode=sync: conversations of several processes cannot take their turns in "
-            "lock-step; use mode=async, or num_workers=0"
-        )
-    if limit is not None and limit < rollout.num_workers:
-        yield (
-            f"{asked} with {_ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least; "
-            "raise it, or have fewer workers"
-        )
-
-
-def _sglang(config: Config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    for url in rollout.servers:
-        if not url.startswith(("http://", "https://")):
-            yield f"{_ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
-    urls = [url.rstrip("/") for url in rollout.servers]
-    for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"{_ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
-    way = rollout.weight_transport
-    if way == "broadcast" and rollout.placed == "colocated":
-        yield f"{_ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
-    if way in ("tensors", "copy") and rollout.devices_apart and config.trainer.placement == "ray":
-        yield f"{_ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
 
 
 def _placement(config: Config) -> Iterator[str]:
@@ -541,11 +487,12 @@ def _run(config: Config) -> Iterator[str]:
             "trainer.debug_mode=train_only trains on saved rollouts and samples nothing: it needs "
             "trainer.debug_rollout_data, and does not go with trainer.val_only"
         )
+    trackers = ("console", "file", *known("verl_mt.trackers"))
     for name in trainer.logger:
         # A plug-in may register one; those are known when plug-ins are imported.
-        if name not in _TRACKERS and not config.external_plugins and not re.search("[.:]", name):
+        if name not in trackers and not config.external_plugins and not re.search("[.:]", name):
             yield (
-                f"trainer.logger: unknown tracker {name!r}; known: {', '.join(_TRACKERS)}, and the dotted path or "
+                f"trainer.logger: unknown tracker {name!r}; known: {', '.join(trackers)}, and the dotted path or "
                 "file.py:Name of one of your own"
             )
 

@@ -41,7 +41,7 @@ from verl_mt.config.normalize import (
     split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, value_of, whole_keys
+from verl_mt.config.schema import Config, correction_of, leaves, schema, sections, set_explicit, value_of, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -359,7 +359,7 @@ def _folder(path: str | Path, flag: str) -> Path:
 @functools.cache
 def _schema() -> DictConfig:
     """Made once: it is a good part of a composition. `merge` copies it."""
-    return OmegaConf.structured(Config)
+    return OmegaConf.structured(schema())
 
 
 def _value_problems(merged: Any) -> list[Problem]:

@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import names_code, suggest
@@ -58,6 +58,25 @@ class _Choice(Condition):
 
     def missing(self, value_of: ValueOf) -> str:
         return f"{self} (it is {shown(value_of(self.key))}{self.why and ', ' + self.why})"
+
+
+@dataclass(frozen=True)
+class _OtherThan(Condition):
+    """A key has none of some values."""
+
+    key: str
+    values: tuple[Any, ...]
+    known: Collection[str]
+
+    def __str__(self) -> str:
+        others = [name for name in self.known if name not in self.values]
+        return f"{self.key}={' or '.join(others)}" if others else f"{self.key} other than {' or '.join(self.values)}"
+
+    def holds(self, value_of: ValueOf) -> bool:
+        return value_of(self.key) not in self.values
+
+    def missing(self, value_of: ValueOf) -> str:
+        return f"{self} (it is {shown(value_of(self.key))})"
 
 
 @dataclass(frozen=True)
@@ -140,6 +159,15 @@ def only(key: str, *values: Any, own: bool = True, why: str = "") -> Condition:
     return _Choice(key, values, own, why)
 
 
+def other_than(key: str, *values: str, known: Collection[str]) -> Condition:
+    """`key` has none of these values.
+
+    Args:
+        known: the values to name to a reader, those that are ruled out among them.
+    """
+    return _OtherThan(key, values, known)
+
+
 def is_set(key: str, *, disabled_by: tuple[str, ...] = (), why: str = "") -> Condition:
     """`key` is neither null, False, 0, off nor empty.
 
@@ -184,6 +212,8 @@ class Limits(TypedDict, total=False):
     """Beside the choices, the dotted path or file.py:name of an object of the user's."""
     also: dict[Any, Any]
     """Other names of values, with what they become: `{False: "off"}`, since YAML reads `off` as False."""
+    may_change: bool
+    """It may differ when a run goes on: what a person sees, or how often, never what is computed."""
     options: type[Section]
     """Of a mapping: the dataclass whose fields it may hold."""
 
@@ -215,7 +245,19 @@ def option(
 
 @dataclass
 class Section:
-    """A node of the config. Checks every option of its own when made."""
+    """A node of the config. Checks every option of its own when made, with those that extensions add to it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(Section.extended_of(cls))
+
+    extended_of: ClassVar[Callable[[type], type]] = staticmethod(lambda cls: cls)
+    """Class of the schema -> the same with the keys of extensions; set by the schema."""
+    core: ClassVar[type[Section] | None] = None
+    """Of a class with the keys of extensions: the class of the schema that it was made of."""
+
+    def __reduce__(self) -> Any:
+        # A class with the keys of extensions has no name of its own that another process could import.
+        return _restored, (self.core or type(self), vars(self))
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -224,6 +266,12 @@ class Section:
             also = item.metadata.get("also")
             if also and value in also:
                 setattr(self, item.name, also[value])
+
+
+def _restored(cls: type[Section], values: dict[str, Any]) -> Section:
+    section: Section = cls.__new__(cls)
+    vars(section).update(values)
+    return section
 
 
 S = TypeVar("S", bound=Section)

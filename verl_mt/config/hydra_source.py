@@ -26,7 +26,7 @@ from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
 from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
-from verl_mt.config.schema import Config
+from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir
 from verl_mt.errors import ConfigError
 from verl_mt.reading import parse_yaml
@@ -222,4 +222,4 @@ def _register_plugins() -> None:
         plugins.register(plugin)
     store = ConfigStore.instance()
     if f"{BASE}.yaml" not in store.repo:
-        store.store(BASE, node=Config)
+        store.store(BASE, node=schema())

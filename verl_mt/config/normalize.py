@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.alias_tables import Alias, aliases, at_default, default_kinds, families, fits_default, same
 from verl_mt.config.declare import check_option
-from verl_mt.config.schema import Config, leaves, open_parent, sections
+from verl_mt.config.schema import leaves, open_parent, schema, sections
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
@@ -489,7 +489,7 @@ _SCRATCH: list[DictConfig] = []
 def _scratch_schema() -> DictConfig:
     """A typed copy of the schema to try values on; never read as a configuration."""
     if not _SCRATCH:
-        _SCRATCH.append(OmegaConf.structured(Config))
+        _SCRATCH.append(OmegaConf.structured(schema()))
     return _SCRATCH[0]
 
 

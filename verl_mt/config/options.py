@@ -1,5 +1,5 @@
-"""What the open mappings of the configuration may hold: the weight of the KL penalty, the collapse guard's thresholds
-and the corrections against a sampler that is not quite the trainer."""
+"""What the open mappings of the configuration may hold: the weight of the KL penalty and the corrections against a
+sampler that is not quite the trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from verl_mt.config.declare import Section, any_of, is_set, option, read_options
 from verl_mt.errors import ConfigError
 
 KL_CTRL = "algorithm.kl_ctrl"
-THRESHOLDS = "trainer.collapse_guard_thresholds"
 RC = "algorithm.rollout_correction"
 
 LEVELS = ("token", "sequence", "geometric")
@@ -46,39 +45,6 @@ def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
             f"{KL_CTRL}.kl_coef is 0 with type=adaptive: 0 times anything stays 0; give a start, e.g. 0.001"
         )
     return options
-
-
-@dataclass
-class GuardThresholds(Section):
-    """Means over `window` steps are compared with the best such mean before them; null switches a sign off."""
-
-    window: int = option(3, "Steps whose mean is compared.", min=1)
-    tool_use_drop: float | None = option(0.3, "Fall of tools/use_rate.", min=0, max=1)
-    turns_drop: float | None = option(
-        0.3, "Fall of turns/mean as a share of it; only if the reward has not risen.", min=0
-    )
-    turns_rise: float | None = option(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
-    entropy_rise: float | None = option(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
-    entropy_drop: float | None = option(
-        0.2, "rollout/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
-    )
-    flat_groups: float | None = option(
-        0.9, "group/zero_variance, 0.3 above its lowest, where groups are not solved.", min=0, max=1
-    )
-    truncation_rise: float | None = option(0.45, "Rise of response/clip_ratio.", min=0, max=1)
-    reward_drop: float | None = option(
-        0.7, "Fall of reward/mean, in standard deviations of the rewards of a step.", min=0
-    )
-    sampler_kl: float | None = option(0.02, "rollout/sampler_kl.", min=0)
-
-
-def read_thresholds(given: Mapping[str, Any]) -> GuardThresholds:
-    """The mapping of a configuration, checked.
-
-    Raises:
-        ConfigError: an unknown name or a value that cannot be; names the key.
-    """
-    return read_options(GuardThresholds, given, THRESHOLDS)
 
 
 @dataclass

@@ -1,168 +1,136 @@
-"""The policy losses, one record each, and the mapping `actor_rollout_ref.actor.policy_loss` that chooses among them.
+"""Policy losses, and the mapping `actor_rollout_ref.actor.policy_loss` that chooses one.
 
-To add a loss: write its function (verl_mt/algorithms/losses.py has those of the field), add its record to
-`POLICY_LOSSES`, a row to docs/algorithms.md and a test. Its name, its options and their bounds, what is refused beside
-it, how its tokens become one number and what the workers compute for it all come from the record. A user's own loss,
-named by its path, gets a record too.
+A loss is a subclass of `PolicyLoss` and says what the rest of the library must know of it. No other code knows losses
+by name. Three are here. Extensions and other packages add theirs with entry points of the group
+`verl_mt.policy_losses`.
+
+The classes load without torch, since every configuration is checked with them. Their formulas need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from verl_mt.config.declare import Condition, Section, ValueOf, check_option, only, option
+from verl_mt.config.declare import Condition, Section, ValueOf, check_option, only, option, read_options
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import Registry, names_code, suggest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """All that the rest of the library knows of a policy loss."""
+class PolicyLoss(Section):
+    """A policy loss with its options. Make the subclass a dataclass if it has options: its fields are keys of
+    `policy_loss`.
 
-    function: str
-    """Path of (log_probs, old_log_probs, advantages, mask, **arguments) -> (loss [B, T], means for the log). Of the
-    arguments below (options, clip ranges, what `over_mini_batch` returned) it gets those that it takes by name."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of `policy_loss` that only this loss has: name -> option. The defaults are those of the paper."""
-    problem: Callable[[Mapping[str, Any]], str | None] = lambda options: None
-    """What is wrong with its options together, after the name of the section; None = nothing."""
+    Set the attributes below where your loss differs. The defaults fit a loss of single tokens like PPO's.
+    """
+
+    formula: str
+    """Path of (log_probs, old_log_probs, advantages, mask, **arguments) -> (loss [B, T], means for the log). It gets
+    those arguments that it takes by name: the options, `clip_low`, `clip_high`, `clip_c`, and what `over_mini_batch`
+    returned."""
     clips: tuple[str, ...] = ()
-    """Which of the arguments `clip_low`, `clip_high` and `clip_c` it reads."""
+    """Which of `clip_low`, `clip_high` and `clip_c` formula and `over_mini_batch` read."""
     aggregation: str = "token-mean"
-    """How its paper makes one number of the tokens' losses: what `loss_agg_mode` is where it is not given."""
-    over_mini_batch: str | None = None
-    """Path of a function that looks at the whole mini-batch before it is split (`workers.loss.WholeMiniBatch`), with
-    options and clip ranges by name, and returns further arguments of `function`, a row for each of its rows."""
-    looks_ahead: bool = False
-    """What it makes of a token depends on the tokens after it in its row."""
-    by_trajectory: bool = False
-    """One ratio for all tokens of a trajectory: rows of one trajectory belong together, and a weight or mask for a
-    single token would make it another ratio."""
-    moves_without_advantage: bool = False
-    """It has a term beside the advantage: rows whose advantages are all 0 have a gradient too."""
-    kinked: bool = False
-    """It may have a kink at ratio 1, where a rounding of the old log-probs would make a gradient of full size."""
-    slope_known: bool = True
-    """At ratio 1 its slope is the same whatever the log-probs are, so it is known before they are."""
-    is_users: bool = False
-    """A function of the user's: what it returns is checked, and what it raises is reported with its name."""
+    """How its paper makes one number of the tokens' losses: `loss_agg_mode` if you set none."""
+    depends_on: Literal["token", "others", "trajectory"] = "token"
+    """What the loss of a token depends on.
 
-    @classmethod
-    def of_user(cls, path: str) -> PolicyLoss:
-        """A loss that nothing is known of: it may do all that costs time to allow for."""
-        return cls(
-            path,
-            clips=("clip_low", "clip_high", "clip_c"),
-            moves_without_advantage=True,
-            kinked=True,
-            slope_known=False,
-            is_users=True,
-        )
+    `token`: on this token alone. `others`: on other tokens too. `trajectory`: on the ratio of its whole trajectory, so
+    that all rows of a trajectory pass together, and a weight or mask of a single token would make it another ratio."""
+    beside_advantage: bool = False
+    """It has a term beside the advantage. Rows whose advantages are all 0 have a gradient too. Such a term may have a
+    kink at ratio 1, so until the weights change, ratios are exactly 1: a rounding of the old log-probs would make a
+    gradient of full size."""
+    slope_known: bool = True
+    """At ratio 1 its slope does not depend on the log-probs, so it is known before they are."""
 
     @property
-    def by_token(self) -> bool:
-        """The loss of a token depends on nothing but this token: any single one can be trained with it."""
-        return self.over_mini_batch is None and not self.looks_ahead and not self.is_users
+    def options(self) -> dict[str, Any]:
+        """Its own keys of `policy_loss`, defaults filled in."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def check(self, actor: Any) -> None:
+        """Check its options against each other and the actor's keys.
+
+        Args:
+            actor: the section `actor_rollout_ref.actor`.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+
+    def over_mini_batch(self, whole: Any, *, clip_low: float, clip_high: float) -> dict[str, Tensor]:
+        """Look at the whole mini-batch before it is split, so that no split changes the loss. Collective.
+
+        Args:
+            whole: a `verl_mt.workers.loss.WholeMiniBatch`.
+            clip_low, clip_high: the clip range.
+
+        Returns:
+            Further arguments of the formula, a row for each row of `whole`.
+        """
+        return {}
 
 
-@dataclass(frozen=True)
-class ChosenLoss:
-    """What a configuration says of its loss."""
+@dataclass
+class CustomLoss(PolicyLoss):
+    """Your function, by its path. Nothing is known of it, so it may do all that costs time to allow for."""
 
-    name: str
-    loss: PolicyLoss
-    options: dict[str, Any]
-    """Defaults filled in; of a user's loss what was given."""
+    formula: str
+    arguments: dict[str, Any]
+    clips = ("clip_low", "clip_high", "clip_c")
+    depends_on = "others"
+    beside_advantage = True
+    slope_known = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.arguments
 
 
-def _clip_cov_bounds(options: Mapping[str, Any]) -> str | None:
-    lower, upper = options["clip_cov_lb"], options["clip_cov_ub"]
-    return None if lower <= upper else f".clip_cov_lb ({lower}) is above clip_cov_ub ({upper})"
+class Vanilla(PolicyLoss):
+    """PPO's clip, with the dual clip."""
+
+    formula = "verl_mt.algorithms.losses.ppo_clip_loss"
+    clips = ("clip_low", "clip_high", "clip_c")
 
 
-_BOTH_SIDES = ("clip_low", "clip_high")
-_LOSSES, _WORKERS = "verl_mt.algorithms", "verl_mt.workers.loss"  # paths: this room imports neither
+class Gspo(PolicyLoss):
+    """PPO's clip with one ratio for the trajectory."""
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry(
-    "policy loss",
-    {
-        "vanilla": PolicyLoss(f"{_LOSSES}.losses.ppo_clip_loss", clips=(*_BOTH_SIDES, "clip_c")),
-        "gspo": PolicyLoss(
-            f"{_LOSSES}.losses.gspo_loss",
-            clips=_BOTH_SIDES,
-            aggregation="seq-mean-token-mean",  # arXiv:2507.18071, eq. 5
-            over_mini_batch=f"{_WORKERS}.trajectory_ratios",
-            by_trajectory=True,
-        ),
-        "cispo": PolicyLoss(f"{_LOSSES}.losses.cispo_loss", clips=_BOTH_SIDES),
-        "sapo": PolicyLoss(
-            f"{_LOSSES}.losses.sapo_loss",
-            options={
-                "tau_pos": option(1.0, "SAPO: sharpness of the gate on positive advantages.", min=1e-6),
-                "tau_neg": option(1.05, "SAPO: the same on the others.", min=1e-6),
-            },
-            aggregation="seq-mean-token-mean",  # arXiv:2511.20347
-        ),
-        "fipo": PolicyLoss(
-            f"{_LOSSES}.future_kl.fipo_loss",
-            options={
-                "fipo_half_life": option(32.0, "FIPO: tokens over which a future token's part halves.", min=1e-6),
-                "fipo_weight_low": option(1.0, "FIPO: smallest weight of a token.", min=0, max=1),
-                "fipo_weight_high": option(1.2, "FIPO: largest weight of a token.", min=1),
-                "fipo_safety_ratio": option(
-                    4.0,
-                    "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Unused from "
-                    "`clip_ratio_c` on, where the dual clip leaves such a token no gradient.",
-                ),
-            },
-            clips=(*_BOTH_SIDES, "clip_c"),
-            looks_ahead=True,
-        ),
-        "real": PolicyLoss(
-            f"{_LOSSES}.contrast.real_loss",
-            options={
-                "real_tau": option(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)
-            },
-            aggregation="seq-mean-token-mean",
-            over_mini_batch=f"{_WORKERS}.group_contrast",
-            by_trajectory=True,
-            moves_without_advantage=True,  # an advantage of 0 is a negative sample
-        ),
-        "gpg": PolicyLoss(f"{_LOSSES}.losses.gpg_loss"),
-        "clip_cov": PolicyLoss(
-            f"{_LOSSES}.covariance.clip_cov_loss",
-            options={
-                "clip_cov_ratio": option(0.0002, "Clip-Cov: share of the tokens that are left out.", min=0, max=1),
-                "clip_cov_lb": option(1.0, "Clip-Cov: smallest covariance of a candidate."),
-                "clip_cov_ub": option(5.0, "Clip-Cov: largest covariance of a candidate."),
-            },
-            problem=_clip_cov_bounds,
-            clips=_BOTH_SIDES,
-            over_mini_batch=f"{_WORKERS}.tokens_to_leave_out",
-        ),
-        "kl_cov": PolicyLoss(
-            f"{_LOSSES}.covariance.kl_cov_loss",
-            options={
-                "kl_cov_ratio": option(0.0002, "KL-Cov: share of the tokens that are held back.", min=0, max=1),
-                "ppo_kl_coef": option(0.1, "KL-Cov: weight of their penalty.", min=0),
-            },
-            over_mini_batch=f"{_WORKERS}.tokens_to_hold_back",
-            moves_without_advantage=True,  # its penalty |log ratio|, which is also what has the kink
-            kinked=True,
-        ),
-    },
-    group="verl_mt.policy_losses",
+    formula = "verl_mt.algorithms.losses.gspo_loss"
+    clips = ("clip_low", "clip_high")
+    aggregation = "seq-mean-token-mean"  # arXiv:2507.18071, eq. 5
+    depends_on = "trajectory"
+
+    def over_mini_batch(self, whole: Any, *, clip_low: float, clip_high: float) -> dict[str, Tensor]:
+        """The log ratio of trajectories that have several records."""
+        found_N = whole.split_ratios(whole.sampled_NT, whole.old_NT) if whole.torn else None
+        return {} if found_N is None else {"log_ratio_B": found_N}
+
+
+class Cispo(PolicyLoss):
+    """REINFORCE weighted by a clipped ratio."""
+
+    formula = "verl_mt.algorithms.losses.cispo_loss"
+    clips = ("clip_low", "clip_high")
+
+
+POLICY_LOSSES: Registry[type[PolicyLoss]] = Registry(
+    "policy loss", {"vanilla": Vanilla, "gspo": Gspo, "cispo": Cispo}, group="verl_mt.policy_losses"
 )
-"""Value of `policy_loss.loss_mode` -> its record."""
+"""Value of `policy_loss.loss_mode` -> its class, or the path of the class until `POLICY_LOSSES[name]` loads it."""
 
 
 @dataclass
 class LossChoice(Section):
-    """What the mapping holds whatever the loss is; its other keys are the options of the chosen one."""
+    """What the mapping holds whatever the loss is. Its other keys are the options of the chosen one."""
 
     loss_mode: str = option("vanilla", "The loss.", choices=POLICY_LOSSES, plugin=True)
 
@@ -175,7 +143,7 @@ class ReadsClip(Condition):
 
     def _choice(self) -> Condition:
         # Made when it is asked for: the table may have got another loss.
-        readers = [name for name, loss in POLICY_LOSSES.items() if set(self.arguments) & set(loss.clips)]
+        readers = [name for name in POLICY_LOSSES if set(self.arguments) & set(POLICY_LOSSES[name].clips)]
         return only(f"{KEY}.loss_mode", *readers, why="which has no such bound")
 
     def __str__(self) -> str:
@@ -188,32 +156,31 @@ class ReadsClip(Condition):
         return self._choice().missing(value_of)
 
 
-def read_policy_loss(given: Mapping[str, Any]) -> ChosenLoss:
-    """The mapping of a configuration, checked.
+def loss_mode(given: Mapping[str, Any]) -> str:
+    """The `loss_mode` of the mapping, or its default."""
+    mode: str = given.get("loss_mode", LossChoice.loss_mode)
+    return mode
+
+
+def read_policy_loss(given: Mapping[str, Any]) -> PolicyLoss:
+    """The loss that the mapping of a configuration chooses, its options checked.
 
     Raises:
         ConfigError: an unknown key, a value that cannot be, or a key that the chosen loss does not read.
     """
-    (choice,) = fields(LossChoice)
-    name = given.get("loss_mode", choice.default)
-    options = {key: value for key, value in given.items() if key != "loss_mode"}
+    name, options = loss_mode(given), {key: value for key, value in given.items() if key != "loss_mode"}
     if names_code(name):
-        return ChosenLoss(name, PolicyLoss.of_user(name), options)
-    check_option(f"{KEY}.loss_mode", name, {**choice.metadata, "choices": POLICY_LOSSES})
+        return CustomLoss(name, options)
+    check_option(f"{KEY}.loss_mode", name, fields(LossChoice)[0].metadata)
     loss = POLICY_LOSSES[name]
+    known = {mode: [item.name for item in fields(POLICY_LOSSES[mode])] for mode in POLICY_LOSSES}
     for key, value in options.items():
-        readers = {mode: other.options[key] for mode, other in POLICY_LOSSES.items() if key in other.options}
+        readers = [mode for mode, names in known.items() if key in names]
         if not readers:
-            known = ["loss_mode", *(option for other in POLICY_LOSSES.values() for option in other.options)]
-            raise ConfigError(f"{KEY}.{key}: unknown key{suggest(str(key), known)}. Known: {', '.join(known)}")
+            every = ["loss_mode", *(key for names in known.values() for key in names)]
+            raise ConfigError(f"{KEY}.{key}: unknown key{suggest(str(key), every)}. Known: {', '.join(every)}")
         if name not in readers:
             raise ConfigError(
                 f"{KEY}.{key} is {value}, which only loss_mode={' or '.join(readers)} reads; it is {name}: leave it out"
             )
-        check_option(f"{KEY}.{key}", value, readers[name].metadata)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{KEY}.{key}: got {value!r}, expected a number")
-    options = {key: options.get(key, option.default) for key, option in loss.options.items()}
-    if (problem := loss.problem(options)) is not None:
-        raise ConfigError(f"{KEY}{problem}")
-    return ChosenLoss(name, loss, options)
+    return read_options(loss, options, KEY)

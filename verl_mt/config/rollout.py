@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.declare import Section, all_of, any_of, is_set, only, option, switched_on, without
+from verl_mt.config.declare import Section, any_of, is_set, option, other_than, switched_on
 from verl_mt.plugins import Registry
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -29,11 +28,6 @@ _SEVERAL_TURNS = any_of(
     switched_on(f"{_TURNS}.enable"),
     text="tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
 )
-_SGLANG = only(f"{_ROLLOUT}.name", "sglang")
-_STARTED_HERE = all_of(
-    _SGLANG, without(f"{_ROLLOUT}.servers", why="the servers run already, give it to them when they are started")
-)
-
 ENGINES: Registry[Any] = Registry(
     "inference engine",
     {
@@ -43,6 +37,8 @@ ENGINES: Registry[Any] = Registry(
     group="verl_mt.engines",
 )
 """Name -> the class of an inference engine, which is loaded when it is chosen."""
+OTHER_ENGINE = other_than(f"{_ROLLOUT}.name", "local", "scripted", known=ENGINES)
+"""An engine that is sent weights: SGLang, one of another package, or one of the user's."""
 
 
 @dataclass
@@ -126,8 +122,8 @@ class MultiTurnConfig(Section):
     )
     run_calls_in_unclosed_reasoning: bool | None = option(
         None,
-        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = what "
-        "the tool parser's family does: glm45 and kimi_k2 run it, as SGLang does for these models, the others do not.",
+        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = as "
+        "SGLang does for the models of the tool parser (docs/tool_parsers.md).",
         when=_READS_CALLS,
     )
     tokenization_sanity_check_mode: Any = option(
@@ -219,70 +215,21 @@ class RolloutConfig(Section):
         "Trajectories that live at once; null = all, with the local engine as many of a step as `max_num_seqs`.",
         min=1,
     )
-    num_workers: int | None = option(
-        None,
-        "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "
-        "0 = that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
-        min=0,
-    )
     max_retries: int = option(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = option(256, "Sequences that the engine decodes at once.", min=1)
-    tensor_model_parallel_size: int = option(
-        1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
-    )
-    gpu_memory_utilization: float = option(
-        0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
-    )
-    free_cache_engine: bool = option(True, "Release the KV cache while training.", when=_SGLANG)
     dtype: str | None = option(
         None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
     )
-    engine_kwargs: dict[str, Any] = option({}, "Passed to the engine as they are.", when=_STARTED_HERE)
+    engine_kwargs: dict[str, Any] = option({}, "Passed to the engine as they are.", when=OTHER_ENGINE)
     engine_timeout_s: float = option(
         600.0,
         "Deadline in seconds of an engine's start, and of each call that is not a request (weights, pause).",
         min=0.001,
-        when=_SGLANG,
+        when=OTHER_ENGINE,
     )
-    placement: str | None = option(
-        None,
-        "Where engines live: colocated = beside the ranks of training, on their devices; separate = on `nnodes` x "
-        "`n_workers_per_node` devices of their own, placed by Ray; servers = those that are named; null = servers "
-        "where some are named, separate with `nnodes`, else colocated.",
-        choices=(None, "colocated", "separate", "servers"),
-        when=_SGLANG,
+    update_weights_bucket_megabytes: int = option(
+        512, "Weights travel in pieces of this size.", min=1, when=OTHER_ENGINE
     )
-    # verl's configurations give both to every run.
-    nnodes: int = option(
-        0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, allow_unused=True
-    )
-    n_workers_per_node: int = option(
-        1, "Devices of separate engines on each machine.", min=1, when=is_set(f"{_ROLLOUT}.nnodes"), allow_unused=True
-    )
-    servers: list[str] = option(
-        [], "URLs of servers that are running already; none = engines of our own beside the actor.", when=_SGLANG
-    )
-    launch_servers: int = option(
-        0,
-        "Another word for so many separate engines on one machine, nnodes=1 with as many devices as they need. Without "
-        "Ray: HTTP servers that are started on this machine (docs/sglang.md). 0 = none.",
-        min=0,
-        when=_SGLANG,
-    )
-    weight_transport: str = option(
-        "auto",
-        "How new weights travel: tensors = memory shared on one machine (on GPUs their own); copy = the same, always "
-        "through main memory; broadcast = over the network (gloo, or NCCL between GPUs); disk = files in "
-        "`weight_sync_dir`; auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
-        choices=("auto", "tensors", "copy", "broadcast", "disk"),
-        when=_SGLANG,
-    )
-    weight_sync_dir: str | None = option(
-        None,
-        "Folder of the weights' files, which the servers read; null = in the run directory.",
-        when=all_of(_SGLANG, only(f"{_ROLLOUT}.weight_transport", "disk", own=False)),
-    )
-    update_weights_bucket_megabytes: int = option(512, "Weights travel in pieces of this size.", min=1, when=_SGLANG)
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = option(ToolKwargs, "Where the tools are declared.")
     agent_function_path: str | None = option(
@@ -301,46 +248,3 @@ class RolloutConfig(Section):
     interaction_config_file: str | None = option(None, "YAML file that declares the interactions; null = none.")
     trace: TraceConfig = option(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = option(ValSampling, "Sampling of validation.", when=VALIDATES)
-
-    @property
-    def placed(self) -> str:
-        """`placement`, or what the other keys say where it is null."""
-        if self.placement is not None:
-            return self.placement
-        return "servers" if self.servers else "separate" if self.nnodes or self.launch_servers else "colocated"
-
-    @property
-    def devices_apart(self) -> tuple[int, int] | None:
-        """(machines, devices on each) of separate engines that Ray places."""
-        if self.placed != "separate":
-            return None
-        if self.launch_servers:
-            return 1, self.launch_servers * self.tensor_model_parallel_size
-        return self.nnodes, self.n_workers_per_node
-
-
-def problems_of_placement(rollout: RolloutConfig, placement: str) -> Iterator[str]:
-    """What is wrong with where engines are to live, beside a worker group that is placed so (`trainer.placement`)."""
-    where = f"actor_rollout_ref.rollout.placement={rollout.placed}"
-    if rollout.placed == "servers" and not rollout.servers:
-        yield f"{where}: actor_rollout_ref.rollout.servers names none"
-    if rollout.placed == "separate" and not (rollout.nnodes or rollout.launch_servers):
-        here = "actor_rollout_ref.rollout.nnodes is 0; say on how many machines, and .n_workers_per_node on each"
-        yield f"{where}: {here}"
-    given = {"servers": ("servers",), "separate": ("nnodes", "launch_servers")}
-    for kind, keys in given.items():
-        for key in keys:
-            if getattr(rollout, key) and rollout.placed != kind:
-                yield f"{where} and actor_rollout_ref.rollout.{key} contradict each other: leave one out"
-    if rollout.nnodes and rollout.launch_servers:
-        yield f"{where}: actor_rollout_ref.rollout.nnodes and .launch_servers contradict each other: leave one out"
-    size = rollout.tensor_model_parallel_size
-    if rollout.placed == "separate" and rollout.nnodes:
-        if placement != "ray":
-            yield f"{where} needs trainer.placement=ray, which places them (it is {placement})"
-        if rollout.n_workers_per_node % size:
-            yield (
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size={size} does not divide "
-                f"actor_rollout_ref.rollout.n_workers_per_node={rollout.n_workers_per_node}: an engine has the devices "
-                "of one machine"
-            )

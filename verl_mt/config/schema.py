@@ -15,8 +15,9 @@ from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
-from verl_mt.config.options import GuardThresholds, KLControlOptions, RolloutCorrectionOptions
-from verl_mt.config.policy_losses import POLICY_LOSSES
+from verl_mt.config.extended import extended_classes
+from verl_mt.config.options import KLControlOptions, RolloutCorrectionOptions
+from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode
 from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -49,6 +50,7 @@ class DataConfig(Section):
         "A row that cannot be read, rendered or scored: raise = the run stops and names it; skip = it is left out, "
         "named in the log and counted (data/bad_rows).",
         choices=("raise", "skip"),
+        may_change=True,
     )
     train_batch_size: int = option(16, "Prompts per training step.", min=1)
     over_sample: float = option(
@@ -247,27 +249,33 @@ class TrainerConfig(Section):
 
     total_training_steps: int | None = option(None, "Training steps; null = `total_epochs` decides.", min=0)
     total_epochs: int = option(30, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
-    project_name: str = option("verl_mt", "Project, for trackers.")
-    experiment_name: str = option("run", "Run name; the run directory is runs/<experiment_name>.")
-    default_local_dir: str | None = option(None, "Run directory; null = runs/<experiment_name>, numbered if finished.")
+    project_name: str = option("verl_mt", "Project, for trackers.", may_change=True)
+    experiment_name: str = option("run", "Run name; the run directory is runs/<experiment_name>.", may_change=True)
+    default_local_dir: str | None = option(
+        None, "Run directory; null = runs/<experiment_name>, numbered if finished.", may_change=True
+    )
     logger: list[str] = option(
         ["console"],
         "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of one of your own; "
         "`file` is metrics.jsonl, which every run has.",
+        may_change=True,
     )
     log_val_generations: int = option(
         8,
         "Rollouts of a validation that trackers show to read, from the worst to the best, and as many of the training "
         "step before it; 0 = none.",
         min=0,
+        may_change=True,
     )
     critic_warmup: int = option(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
     test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.")
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate and stop.")
-    save_freq: int = option(10, "Checkpoint every that many steps and at the end; -1 = only at the end.")
+    save_freq: int = option(
+        10, "Checkpoint every that many steps and at the end; -1 = only at the end.", may_change=True
+    )
     max_actor_ckpt_to_keep: int | None = option(
-        2, "Newest checkpoints kept, and the best validated one; null = all.", min=1
+        2, "Newest checkpoints kept, and the best validated one; null = all.", min=1, may_change=True
     )
     resume_mode: str = option(
         "auto",
@@ -275,9 +283,13 @@ class TrainerConfig(Section):
         "resume_path where that is given, else as auto, though there are other rows now, in the same files or others "
         "(data.train_files, val_files, train_max_samples, val_max_samples).",
         choices=("auto", "disable", "resume_path", "other_data"),
+        may_change=True,
     )
     resume_from_path: str | None = option(
-        None, "The checkpoint's folder.", when=only("trainer.resume_mode", "resume_path", "other_data", own=False)
+        None,
+        "The checkpoint's folder.",
+        when=only("trainer.resume_mode", "resume_path", "other_data", own=False),
+        may_change=True,
     )
     seed: int = option(0, "Seed of the run: sampling, shuffling, initial state.")
     deterministic: bool = option(
@@ -297,6 +309,7 @@ class TrainerConfig(Section):
         "come (at least three times rollout.engine_timeout_s, where ranks give weights to engines). A whole call to "
         "them (an update, a checkpoint) may take ten times as long.",
         min=1,
+        may_change=True,
     )
     max_restarts: int = option(
         0,
@@ -304,6 +317,7 @@ class TrainerConfig(Section):
         "most so often; 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
         "for a machine in the place of a lost one). Supervised training (sft) ends.",
         min=0,
+        may_change=True,
     )
     max_staleness: int = option(
         0,
@@ -311,7 +325,9 @@ class TrainerConfig(Section):
         "0 = a step samples, then trains. With more the next steps are sampled meanwhile (docs/asynchronous.md).",
         min=0,
     )
-    progress: str = option("auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"))
+    progress: str = option(
+        "auto", "Live display: auto = on a terminal.", choices=("auto", "on", "off"), may_change=True
+    )
     rollout_rows: Any = option(
         "parquet",
         "Write every trajectory with every token's numbers to rollouts/step_* (docs/rollout_rows.md): parquet (True), "
@@ -322,6 +338,7 @@ class TrainerConfig(Section):
             "jsonl": "Rollout rows are written as Parquet. Set parquet, and print them as JSON with "
             "`python -m verl_mt.report.rows RUN`."
         },
+        may_change=True,
     )
     debug_rollout_data: str | None = option(
         None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
@@ -333,23 +350,9 @@ class TrainerConfig(Section):
         "rollout rows are read.",
         choices=("save", "rollout_only", "train_only"),
     )
-    collapse_guard: Any = option(
-        "warn",
-        "What to do when entropy, tool use, turns, truncation, zero-variance groups, reward or the KL to the sampler "
-        "say that the run collapses (docs/diagnostics.md): warn; stop = end with a bundle and exit status 3; "
-        "rollback = back to the last good checkpoint, at most twice; off.",
-        choices=("off", "warn", "stop", "rollback"),
-        also={False: "off"},
-    )
-    collapse_guard_thresholds: dict[str, Any] = option(
-        {},
-        "Its thresholds where they differ from the defaults; null switches a sign off.",
-        options=GuardThresholds,
-        when=is_set("trainer.collapse_guard"),
-    )
-    export_at_end: bool = option(True, "Write a Hugging Face folder (hf/) when the run ends.")
+    export_at_end: bool = option(True, "Write a Hugging Face folder (hf/) when the run ends.", may_change=True)
     dry_run: bool = option(
-        False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md)."
+        False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).", may_change=True
     )
 
     @property
@@ -387,13 +390,21 @@ class Config(Section):
     external_plugins: list[str] = option([], "Python files or modules imported at start; they register plug-ins.")
 
 
+def schema() -> type[Config]:
+    """`Config` with the keys of extensions, as `Config()` makes it."""
+    return extended_classes(Config).get(Config, Config)
+
+
+Section.extended_of = staticmethod(lambda cls: extended_classes(Config).get(cls, cls))  # type: ignore[assignment]
+
+
 def correction_of(config: Config) -> dict[str, Any]:
     """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
     is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
     apart that learns from 8 updates before)."""
     given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
-    known = POLICY_LOSSES.get(actor.policy_loss.get("loss_mode", "vanilla"))
-    per_token = known is not None and not known.by_trajectory
+    mode = loss_mode(actor.policy_loss)
+    per_token = mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on != "trajectory"
     if given or not config.trainer.steps_ahead or actor.use_sampler_log_probs == "always" or not per_token:
         return given
     return {"rollout_is": "token"}
@@ -450,13 +461,13 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
 @functools.cache
 def leaves() -> dict[str, Leaf]:
     """Dotted key -> leaf, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, None) if isinstance(node, Leaf)}
+    return {node.key: node for node in _walk(schema(), None) if isinstance(node, Leaf)}
 
 
 @functools.cache
 def sections() -> dict[str, SectionNode]:
     """Dotted key -> section, in the order of the schema."""
-    return {node.key: node for node in _walk(Config, None) if isinstance(node, SectionNode)}
+    return {node.key: node for node in _walk(schema(), None) if isinstance(node, SectionNode)}
 
 
 def open_parent(key: str) -> Leaf | None:

@@ -26,6 +26,7 @@ class HashingFile:
         """What the disk refused: torch raises an error of its own for it, which does not say so."""
 
     def write(self, data: Any) -> int:
+        """Runs in the caller's thread. Waits for the hash of a large piece, in a second thread."""
         piece = memoryview(data).cast("B")
         try:
             if piece.nbytes < _PIECE_BYTES:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_mt.data.conversation import Message
-from verl_mt.data.ledger import TrajectoryRecord, total
+from verl_mt.data.ledger import TrajectoryRecord, TurnSpan, total
 
 MAX_REWARD = 1e15
 """Batches hold rewards in float32, which ends at 3.4e38: up to here the squares of a batch add up to less."""
@@ -147,7 +148,7 @@ class Trajectory:
     """Assistant turns."""
     rounds: list[int] = field(default_factory=list)
     """For each assistant turn, the number of its message among the assistant ones, from 0: turns that went on inside
-    one message share it. Empty before the conversation ends."""
+    one message share it. Empty where every turn is a message (`round_of`)."""
     counters: dict[str, float] = field(default_factory=dict)
     """Counted events: `tools/<name>/calls`, `tools/<name>/errors`, `tools/<name>/latency_s`, `retries`, ..."""
     time_spans: list[TimeSpan] = field(default_factory=list)
@@ -179,6 +180,18 @@ class Trajectory:
     def trainable(self) -> bool:
         """Completed or truncated, with at least one token in the loss."""
         return self.status in (Status.COMPLETED, Status.TRUNCATED) and any(total(r.loss_mask) for r in self.records)
+
+    def round_of(self, turn: int) -> int:
+        """Number of the assistant message, from 0, that assistant turn `turn` is in."""
+        return self.rounds[turn - 1] if self.rounds else turn - 1
+
+    def message_ranges(self, turns: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
+        """Number of a message -> its tokens, from the first sampled one to the last, of assistant turns."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for span in turns:
+            number = self.round_of(span.turn)
+            ranges[number] = (ranges.get(number, (span.start, 0))[0], span.end)
+        return ranges
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -1,15 +1,13 @@
 """Inference engines: exact ids in, exact ids and log-probs out.
 
-`base.py` is the contract. `local` samples in this process from the actor's own module, `sglang` is for real work,
-`scripted` replays fixed turns; a dotted path or `file.py:Name` is an engine of the user's (docs/your_own_engine.md).
+`base.py` is the contract. `local` samples in this process from the actor's own module, `scripted` replays fixed turns.
+Extensions bring others; a dotted path or `file.py:Name` is an engine of the user's (docs/your_own_engine.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from verl_mt.config.rollout import ENGINES, RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, Config, TrainerConfig
@@ -22,7 +20,7 @@ __all__ = [
     "check",
     "check_overlap",
     "lives_beside_ranks",
-    "packages_on_machines",
+    "packages_of",
     "rank_environment",
     "samples_from_policy",
 ]
@@ -62,8 +60,6 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
                 f"{_KEY}={name} with trainer.placement=ray samples on the CPU, from a copy of the policy in the "
                 "trainer's process: use sglang, or trainer.device=cpu"
             )
-    if getattr(engine, "lives_beside_ranks", False):
-        _check_devices(config.rollout, trainer)
     if trainer.steps_ahead and not getattr(engine, "overlaps_training", False):
         raise ConfigError(
             f"trainer.max_staleness={trainer.max_staleness}, but {_KEY}={name} does not say that it samples while the "
@@ -71,26 +67,6 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         )
     if isinstance(engine, type) and issubclass(engine, InferenceEngine):
         engine.check_config(config, trainer)
-
-
-def _check_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> None:
-    """Whether replicas have the devices that they ask for, where these are the ranks'."""
-    size = rollout.tensor_model_parallel_size
-    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
-    if rollout.placed != "colocated":
-        return
-    if trainer.placement == "ray":
-        if trainer.n_workers_per_node % size:
-            raise ConfigError(
-                f"{key} does not divide trainer.n_workers_per_node={trainer.n_workers_per_node}: each engine has the "
-                "devices of as many ranks of one machine; give a size that divides it, or engines devices of their own "
-                "(rollout.nnodes)"
-            )
-    elif 0 < (gpus := torch.cuda.device_count()) < size:
-        raise ConfigError(
-            f"{key}, but this machine has {gpus} GPU(s), and an engine with trainer.placement=inline lives on this "
-            f"machine: give at most {gpus}, or name servers elsewhere (rollout.servers)"
-        )
 
 
 def samples_from_policy(name: str) -> bool:
@@ -103,11 +79,10 @@ def lives_beside_ranks(name: str) -> bool:
     return getattr(_find(name), "lives_beside_ranks", False)
 
 
-def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
-    """Distributions that every machine of a worker group needs for its engines, in one version."""
-    if rollout.placed == "servers" or not lives_beside_ranks(rollout.name):
-        return ()
-    return getattr(_find(rollout.name), "packages", ())
+def packages_of(name: str) -> tuple[str, ...]:
+    """Distributions that this engine imports."""
+    packages: tuple[str, ...] = getattr(_find(name), "packages", ())
+    return packages
 
 
 def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:

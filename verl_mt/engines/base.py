@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -332,6 +333,9 @@ class InferenceEngine(abc.ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions that it imports where it `lives_beside_ranks`: all machines must have one version of each."""
 
+    weights_folder: Path | None = None
+    """Where it reads files of weights (the transport `disk`); None = in the run directory."""
+
     @classmethod  # noqa: B027 - most engines have nothing to refuse
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         """Refuse what this engine cannot do, before anything is loaded.
@@ -359,13 +363,15 @@ class InferenceEngine(abc.ABC):
     async def start(self) -> None:  # noqa: B027 - engines that are ready when made have nothing to do
         """Wait until the engine can serve. Called before anything else; `generate` does it where nobody did.
 
+        Runs on the caller's loop.
+
         Raises:
             ConfigError: it cannot start, or is not the engine that the configuration describes.
         """
 
     @abc.abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Sample one assistant turn.
+        """Sample one assistant turn. Runs on the caller's loop. Waits for the turn.
 
         Raises:
             EngineGoneError: the engine died or is closed.
@@ -378,7 +384,8 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop sampling (running requests wait, or are aborted) until `resume`."""
+        """Stop sampling (running requests wait, or are aborted) until `resume`. Runs on the caller's loop. Waits until
+        no token is being sampled."""
 
     @abc.abstractmethod
     async def resume(self) -> None:
@@ -387,6 +394,8 @@ class InferenceEngine(abc.ABC):
     @abc.abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
         """Take new weights; every token sampled afterwards carries `update.version`.
+
+        Runs on the caller's loop. Waits until the engine has the weights.
 
         Raises:
             EngineError: this engine does not take that kind of update.

@@ -124,6 +124,7 @@ class Own:
 class _Everyone(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_n: Tensor, own: Own) -> Tensor:
+        """Runs in every rank of the sequence group. Waits for all of them."""
         ctx.own = own
         values_N = values_n.new_zeros(own.total, *values_n.shape[1:])
         values_N[own.index_n] = values_n
@@ -138,6 +139,7 @@ class _Everyone(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Tensor, sequence: SequenceGroup, sizes: tuple[list[int], list[int]]) -> Tensor:
+        """Runs in every rank of the sequence group. Waits for all of them."""
         ctx.sequence, ctx.sizes = sequence, sizes
         got = sent.new_empty(sum(sizes[1]))
         dist.all_to_all_single(got, sent.contiguous(), sizes[1], sizes[0], group=sequence.group)

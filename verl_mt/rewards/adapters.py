@@ -195,6 +195,8 @@ def verify_in_threads() -> None:
 
 
 def _signals_in_main_thread(with_signals: Callable[..., Any]) -> Callable[..., Any]:
+    """Only the main thread may use signals: elsewhere the function runs without a deadline of its own."""
+
     def timeout(timeout_seconds: int | None = 10) -> Callable[..., Any]:
         is_main = threading.current_thread() is threading.main_thread()
         decorator: Callable[..., Any] = with_signals(timeout_seconds=timeout_seconds if is_main else None)

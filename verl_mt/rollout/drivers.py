@@ -4,7 +4,8 @@ A rollout driver leads one episode to its end. It chooses requests and answers. 
 appends tokens. The runner opens and closes everything around it, and attributes what a driver raises: an engine that
 went away starts the trajectory again, anything else marks it FAILED.
 
-A further driver is a folder of its own, a key of the config that asks for it, and a line in `DRIVERS`.
+To add a driver, subclass `RolloutDriver` in an extension, add a key of the config that asks for it, and an entry point
+`verl_mt.rollout_drivers`. A driver that edits the conversation names another session in `session_class`.
 """
 
 from __future__ import annotations
@@ -61,10 +62,17 @@ class Episode:
 
 
 class RolloutDriver(Protocol):
-    """One object per run, shared by all episodes; they run at the same time on one event loop."""
+    """Subclass it. One object per run, shared by all episodes; they run at the same time on one event loop."""
+
+    session_class: type[RolloutSession] = RolloutSession
+    """The class of the sessions that this driver needs."""
+    is_tool_loop: bool = False
+    """Without tools and interactions, a conversation has one turn."""
 
     async def run(self, episode: Episode) -> None:
         """Drive the episode until its session has ended (`session.ended`).
+
+        Runs on the rollout's loop. Waits for the engine and for user code.
 
         Raises:
             EngineGoneError: the engine went away; the trajectory starts again.
@@ -72,8 +80,10 @@ class RolloutDriver(Protocol):
         """
 
 
-class ToolLoopDriver:
+class ToolLoopDriver(RolloutDriver):
     """The default: tool calls are answered, then the interaction, if there is one, reacts."""
+
+    is_tool_loop = True
 
     async def run(self, episode: Episode) -> None:
         await run_tool_loop(episode.session, episode.tools, episode.interaction)

@@ -350,11 +350,8 @@ def train_prompt_assistants(
     )
 
 
-def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajectory, rounds: Sequence[int]) -> None:
+def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajectory) -> None:
     """Clear the bits that the scale weighs 0; with `all`, set every bit first.
-
-    Args:
-        rounds: for each assistant turn, the number of its message.
 
     Raises:
         UserCodeError: the scale's pieces do not fit the text.
@@ -367,8 +364,8 @@ def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajector
             trajectory.counters["trained_given_tokens"] = trajectory.counters.get(
                 "trained_given_tokens", 0
             ) + record.set_mask(range(1, len(record.token_ids)))
-        for number, (start, end) in _messages_of(record, rounds).items():
-            last = number == rounds[-1]
+        for number, (start, end) in trajectory.message_ranges(record.assistant_turns).items():
+            last = number == trajectory.round_of(trajectory.num_turns)
             for low, high in _cleared(scale, chat, record.token_ids[start:end], last, trajectory.messages):
                 record.clear_mask(list(range(start + low, start + high)))
         if any(record.loss_mask[: record.num_prompt_tokens]) and not trains_everything(scale):
@@ -376,15 +373,6 @@ def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajector
     after = sum(sum(r.loss_mask) for r in trajectory.records)
     if after < before:
         trajectory.counters["masked_tokens"] = trajectory.counters.get("masked_tokens", 0) + before - after
-
-
-def _messages_of(record: TrajectoryRecord, rounds: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Message number -> its tokens in the record, from its first sampled one to its last."""
-    found: dict[int, tuple[int, int]] = {}
-    for span in record.assistant_turns:
-        start, _ = found.get(rounds[span.turn - 1], (span.start, 0))
-        found[rounds[span.turn - 1]] = (start, span.end)
-    return found
 
 
 def _cleared(

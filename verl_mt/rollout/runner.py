@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import MAX_REWARD, StopReason, TimeSpan, Trajectory, TrajectoryGroup, is_trainable
@@ -30,10 +29,11 @@ from verl_mt.errors import (
 )
 from verl_mt.interactions.base import BaseInteraction
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.rewards.base import Reward, RewardFailure, RewardInput, Scores, score_all
+from verl_mt.rewards.base import Reward, RewardFailure, Scores, score_all
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.drivers import Episode, Place, RolloutDriver, ToolLoopDriver
 from verl_mt.rollout.prompts import Prompt
+from verl_mt.rollout.reward_input import reward_input
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.tools.agent_data import AgentData
 from verl_mt.tools.executor import ToolExecutor, ToolSession
@@ -146,6 +146,8 @@ class RolloutRunner:
     async def run(self, plan: RolloutPlan) -> AsyncGenerator[TrajectoryGroup]:
         """Yield each group when its last trajectory is scored, in the order they finish.
 
+        Runs on the rollout's loop, or on that of a rollout worker. Waits for the groups.
+
         Raises:
             DeadlineError: a deadline fired in a deterministic run.
         """
@@ -223,7 +225,7 @@ class RolloutRunner:
                 # would have log-probs of histories that never were. The gate's place and the engine's session stay, so
                 # that a deterministic engine does not go on without this conversation.
                 trajectory = begin(time_spans=list(waited))
-                session = RolloutSession(context, trajectory, order, lost + replaced, prompt.truncated)
+                session = self.driver.session_class(context, trajectory, order, lost + replaced, prompt.truncated)
                 error, outcome = await self._attempt(session, prompt, place)
                 if all(t is not trajectory for t in outcome):
                     # What tools and engine did is counted, though the first conversation came to nothing.
@@ -323,11 +325,12 @@ class RolloutRunner:
         """Reward every trajectory that was not aborted or failed, unless its driver has scored it; a reward that raises
         fails its own trajectory."""
         scored, inputs = [], []
+        several_turns = self.tools is not None or bool(self.interactions) or not self.driver.is_tool_loop
         for trajectory in group.trajectories:
             if trajectory.status not in ("completed", "truncated") or trajectory.reward is not None:
                 continue
             try:
-                inputs.append(self._reward_input(trajectory, prompt, run))
+                inputs.append(reward_input(trajectory, prompt, run, self.context.chat, several_turns=several_turns))
                 scored.append(trajectory)
             except Exception as error:
                 self._fail(trajectory, error)
@@ -378,18 +381,6 @@ class RolloutRunner:
         charged = {"turn_cost": self.turn_cost, "token_cost": self.token_cost}
         return {name: 0.0 - cost for name, cost in costs.items() if charged[name]}
 
-    def _reward_input(self, trajectory: Trajectory, prompt: Prompt, run: RunState) -> RewardInput:
-        one_turn = isinstance(self.driver, ToolLoopDriver) and self.tools is None and not self.interactions
-        return replace(
-            _reward_input(trajectory, prompt),
-            run=run,
-            several_turns=not one_turn,
-            decode_response=partial(_response_text, trajectory, self.context.chat.tokenizer),
-            trajectory=trajectory,
-            data_row=prompt.row,
-            decode=self.context.chat.decode,
-        )
-
 
 def failed_group(plan: RolloutPlan, position: int, prompt: Prompt, error: str) -> TrajectoryGroup:
     """The group of the prompt at `position` of a plan, none of whose conversations came to an end.
@@ -435,7 +426,8 @@ class Gate:
     async def enter(
         self, order: tuple[int, int], open_session: Callable[[], None], close_session: Callable[[], None]
     ) -> None:
-        """Returns once it is let in; who is cancelled in that moment leaves again."""
+        """Returns once it is let in; who is cancelled in that moment leaves again. Runs on the rollout's loop. Waits
+        for the other conversations."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((order, open_session, future))
         self._missing -= 1
@@ -463,82 +455,6 @@ class Gate:
         first[1]()
         first[2].set_result(None)
         return True
-
-
-def _reward_input(trajectory: Trajectory, prompt: Prompt) -> RewardInput:
-    texts = trajectory.turn_texts
-    row = prompt.row
-    return RewardInput(
-        data_source=row.data_source,
-        solution_str="\n".join(texts),
-        completion=_last_answer(trajectory),
-        ground_truth=row.ground_truth,
-        extra_info={
-            **row.extra_info,
-            **trajectory.extra_fields,
-            "messages": trajectory.messages,
-            "turn_scores": trajectory.turn_scores,
-            "tool_rewards": trajectory.tool_rewards,
-            "num_turns": trajectory.num_turns,
-            "assistant_turns": trajectory.num_turns,
-            "stop_reason": str(trajectory.stop_reason),
-            "rollout_infos": trajectory.info,
-            "trajectory_id": trajectory.trajectory_id,
-            **({"trajectory_inputs": _records(trajectory)} if len(trajectory.records) > 1 else {}),
-        },
-        row={**row.raw, **trajectory.media},
-        conversation_turns=_conversation_turns(trajectory),
-        prompt_id=trajectory.prompt_id,
-        message_ids=list(message_ids(trajectory).values()),
-    )
-
-
-def _response_text(trajectory: Trajectory, tokenizer: Any) -> str:
-    """Everything after the prompt, as verl decodes it; of several records one after the other."""
-    responses = [record.token_ids[record.num_prompt_tokens :] for record in trajectory.records]
-    return "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in responses)
-
-
-def message_ids(trajectory: Trajectory) -> dict[int, list[int]]:
-    """Number of a sampled assistant message -> its ids in order, text that was put into it included."""
-    found: dict[int, list[int]] = {}
-    for record in trajectory.records:
-        stretches: dict[int, tuple[int, int]] = {}
-        for span in record.assistant_turns:
-            number = trajectory.rounds[span.turn - 1] if trajectory.rounds else span.turn - 1
-            start, _ = stretches.get(number, (span.start, 0))
-            stretches[number] = (start, span.end)
-        for number, (start, end) in stretches.items():
-            found.setdefault(number, []).extend(record.token_ids[start:end])
-    return found
-
-
-def _conversation_turns(trajectory: Trajectory) -> int:
-    """The prompt, the assistant turns and the answers to them. Of an interaction that ended the conversation the last
-    answer is no message, since the model never sees it; it counts all the same."""
-    is_said = [m["role"] == "assistant" for m in trajectory.messages]
-    positions = [position for position, said in enumerate(is_said) if said]
-    sampled = positions[max(0, len(positions) - trajectory.num_turns) :]
-    answers = sum(after > before + 1 for before, after in pairwise(sampled))
-    return 1 + trajectory.num_turns + answers + (trajectory.stop_reason is StopReason.INTERACTION)
-
-
-def _last_answer(trajectory: Trajectory) -> str:
-    """What the last turn says; all of its message, where the turn went on inside one that stands there as written."""
-    text = trajectory.turn_texts[-1] if trajectory.turn_texts else ""
-    said = [m.get("content") for m in trajectory.messages if m["role"] == "assistant"]
-    return said[-1] if said and isinstance(said[-1], str) and said[-1].endswith(text) else text
-
-
-def _records(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """What each record has seen, and its ids, in order."""
-    return [
-        {
-            "messages": [dict(m) for m in record.messages or trajectory.messages],
-            "response_token_ids": record.token_ids[record.num_prompt_tokens :],
-        }
-        for record in trajectory.records
-    ]
 
 
 def turn_rewards(trajectory: Trajectory, *, tool_weight: float, score_weight: float) -> dict[int, float]:

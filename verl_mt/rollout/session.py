@@ -1,23 +1,19 @@
 """One conversation: `RolloutSession` asks the engine for turns, reads them, and says when it is over.
 
-Two verbs. `generate`: the engine samples a turn; ids, log-probs and policy versions enter the ledger as they came.
-`extend`: messages of a tool, an interaction or a user are queued, and rendered as one delta when the next turn begins,
-so that adjacent ones merge the way the template merges them, and nothing is rendered that no model ever reads.
+Two verbs. `generate`: the engine samples a turn. Ids, log-probs and policy versions enter the ledger as they came.
+`extend`: messages of a tool, an interaction or a user are queued. They are rendered as one delta when the next turn
+begins, so adjacent messages merge as the template merges them, and no text is rendered that no model reads.
 
-Loops (`tool_loop`, a scheduler, a custom function) decide what happens next; they see messages, not tokens. They can
-also go on inside an unfinished message (`extend_ids`, `reopen`, `prefill`) or show the model another history
-(`rewrite`). Tokens are appended by the session's ledger (`verl_mt.data.ledger`) only.
+Loops (`tool_loop`) decide what happens next. They see messages, not tokens. Only the session's ledger
+(`verl_mt.data.ledger`) appends tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,12 +27,9 @@ from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory
 from verl_mt.errors import EngineGoneError, LedgerError
 from verl_mt.rollout.context import SessionContext, deadline_error, session_error, warn_of_deadline
 from verl_mt.rollout.loss_scale import apply_loss_scale, train_prompt_assistants
+from verl_mt.rollout.turn_log import log_turn
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
-
-turn_log = logging.getLogger("verl_mt.turns")
-"""One structured line per assistant turn, at level DEBUG, whatever drives the conversation. Its numbers are attributes
-of the log record, for handlers that write JSON: see `RolloutSession._log`."""
 
 _CLOCK_SLACK_S = 0.05
 """An engine's clock may be a little ahead of ours."""
@@ -53,26 +46,6 @@ class AssistantTurn:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True)
-class _Queue:
-    """What the next turn will read behind the record. Nothing of it is recorded before there is room for all of it.
-
-    Frozen, so that keeping the object is enough to put it back (`unless_refused`).
-    """
-
-    messages: tuple[Message, ...] = ()
-    """What the environment said; rendered with the next turn's generation prompt."""
-    tail_ids: tuple[int, ...] = ()
-    """Given ids that go on inside the last assistant message."""
-    opening: str = ""
-    """How the next assistant message begins."""
-    opening_ids: tuple[int, ...] = ()
-    new_prompt: tuple[int, ...] | None = None
-    """History was rewritten: what the next turn reads instead of the record."""
-    continues: bool = False
-    """The next turn goes on inside the last message."""
-
-
 @dataclass
 class RolloutSession:
     """One trajectory, its ledger, and the engine that writes its turns."""
@@ -85,29 +58,14 @@ class RolloutSession:
     """Restarts after the engine went away."""
     prompt_truncated: bool = False
     """The first prompt was cut to fit; the sanity check does not blame the template for it."""
-    engine_session: str | None = None
-    """The engine's name for the conversation; None = the trajectory's id."""
-    verbatim: bool = False
-    """The loop reads turns itself: messages hold the text as written, and a turn cut by length does not end the
-    trajectory (`cut_reason` tells)."""
-    cut_reason: StopReason | None = None
-    """The length limit that cut the last turn; None where it ended itself."""
-    mask_given: bool = False
-    """A loop decided itself what is trained (`response_loss_mask`): the run's loss scale is not applied."""
     ledger: Ledger = field(default_factory=Ledger)
-    rounds: list[int] = field(default_factory=list)
-    """For each assistant turn, the number of its message among the assistant messages, from 0: turns that go on inside
-    one message share it."""
-    message_rounds: dict[int, int] = field(default_factory=dict)
-    """Place of a message that this record's turns wrote -> its round."""
-    message_prefix: str = ""
-    """How the last assistant message began before its first sampled token in this record."""
-    _queue: _Queue = _Queue()
+    _queue: tuple[Message, ...] = ()
+    """Messages of the environment, rendered with the next turn's generation prompt. Recorded when all of them fit."""
     _given: list[Message] = field(default_factory=list)
     """The data set's prompt."""
     _given_tools: list[dict[str, Any]] = field(default_factory=list)
     _num_given: int = 0
-    """How many messages of it the current record begins with: the ones that are trusted."""
+    """The current record begins with this many messages of the data set's prompt. They are trusted."""
     _prompt_messages: int = 0
     """Messages that the current record's prompt renders."""
     _stop: tuple[str, ...] = ()
@@ -129,14 +87,17 @@ class RolloutSession:
     @property
     def _seen(self) -> list[Message]:
         """The messages without the queued ones."""
-        return self.messages[: len(self.messages) - len(self._queue.messages)]
+        return self.messages[: len(self.messages) - len(self._queue)]
 
     @property
-    def message_start(self) -> int:
-        """Where the last assistant message's first sampled token is in the record; the record's end without one."""
-        turns = self.record.assistant_turns
-        starts = [span.start for span in turns if self.rounds[span.turn - 1] == self.rounds[-1]]
-        return min(starts, default=len(self.record.token_ids))
+    def _answered(self) -> list[Message]:
+        """The messages that the next turn answers."""
+        return list(self.messages)
+
+    @property
+    def _engine_session(self) -> str:
+        """The engine's name for the conversation."""
+        return self.trajectory.trajectory_id
 
     @property
     def reasoning_key(self) -> str | None:
@@ -186,101 +147,13 @@ class RolloutSession:
             LedgerError: the trajectory has ended.
         """
         self._refuse_after_the_end("extend")
-        self._queue = replace(self._queue, messages=(*self._queue.messages, *messages), continues=False)
+        self._queue = (*self._queue, *messages)
         self.trajectory.messages += messages
-
-    def extend_ids(self, ids: Sequence[int], message: Message) -> None:
-        """Queue what the environment says as ids that somebody else made; `message` is how to show it.
-
-        Raises:
-            LedgerError: the trajectory has ended, or messages are queued that would have to be rendered first.
-        """
-        self._refuse_after_the_end("extend_ids")
-        if self._queue.messages:
-            raise LedgerError(f"{self.trajectory.trajectory_id}: extend_ids() behind messages not rendered yet")
-        self._queue = replace(self._queue, tail_ids=(*self._queue.tail_ids, *ids))
-        self.trajectory.messages.append(message)
-
-    def reopen(self, content: str, *, keep: int, ids: Sequence[int]) -> None:
-        """Go on inside the last assistant message: take back tokens from its end, and put given ones in their place.
-
-        Args:
-            content: the message's text as it now stands.
-            keep: how many tokens of the record stay; what is cut is counted.
-            ids: what follows them; not sampled, not trained. Recorded with the next turn, if it fits.
-
-        Raises:
-            LedgerError: the trajectory has ended, or `keep` reaches before the last assistant message.
-        """
-        self._refuse_after_the_end("reopen")
-        record, first = self.record, self.message_start
-        if not first <= keep <= len(record.token_ids):
-            raise LedgerError(
-                f"{self.trajectory.trajectory_id}: cannot keep {keep} tokens: the last assistant message is "
-                f"[{first}, {len(record.token_ids)}) of the record"
-            )
-        touched = [s.turn for s in record.assistant_turns if s.end > keep]
-        self.count("cut_tokens", self.ledger.cut(keep))
-        left = {s.turn: record.token_ids[s.start : s.end] for s in record.assistant_turns}
-        for turn in touched:
-            self.trajectory.turn_texts[turn - 1] = self.context.chat.turn_text(left.get(turn, []))
-        self._queue = replace(self._queue, tail_ids=tuple(ids), continues=True)
-        self.messages[-1] = {**self.messages[-1], "content": content}
-
-    def prefill(self, content: str) -> None:
-        """The next assistant message begins like this: not sampled, not trained."""
-        self._refuse_after_the_end("prefill")
-        ids = self.context.chat.continuation_ids(content)
-        self._queue = replace(self._queue, opening=content, opening_ids=tuple(ids))
-
-    def rewrite(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """The next turn reads other messages than the record holds: what was sampled stays, in its own record.
-
-        A last assistant message is unfinished: the next turn goes on inside it. Messages that the data set's prompt
-        begins with too are trusted, all others are plain text.
-        """
-        self._refuse_after_the_end("rewrite")
-        trajectory, chat, given = self.trajectory, self.context.chat, self._given
-        # The old record is compared (by the sanity check) with what it has seen, which nobody else remembers from here.
-        if any(self.record.sampled):
-            self.record.messages = self._seen
-            if list(tools) != trajectory.tools:
-                self.record.tools = trajectory.tools
-        continues = bool(messages) and messages[-1]["role"] == "assistant"
-        shown = list(messages[:-1] if continues else messages)
-        # Only what the data set said, word for word and from the beginning, may hold control tokens. Who rewrites the
-        # history hands back everything as messages, and cannot be believed that a tool's text is the data set's.
-        trusted = 0
-        while trusted < min(len(shown), len(given)) and shown[trusted] == given[trusted]:
-            trusted += 1
-        trajectory.messages, trajectory.tools = list(messages), list(tools)
-        self._num_given, self.message_rounds = trusted, {}
-        prompt = chat.mixed_prompt_ids(shown[:trusted], shown[trusted:], tools or None)
-        if continues:
-            self.message_prefix = str(messages[-1]["content"] or "")
-            prompt += chat.continuation_ids(self.message_prefix)
-        self._queue = _Queue(new_prompt=tuple(prompt), continues=continues)
-
-    @contextmanager
-    def unless_refused(self) -> Iterator[None]:
-        """What is queued in the block is taken back if it raises before anything was recorded (a template that refuses
-        a role, say): the conversation then stands where it stood."""
-        trajectory, record = self.trajectory, self.record
-        told = (list(trajectory.messages), trajectory.tools, record.messages, record.tools)
-        queued = (self._queue, self._num_given, dict(self.message_rounds), self.message_prefix)
-        stood = (len(trajectory.records), len(record.token_ids))
-        try:
-            yield
-        except BaseException:
-            if (len(trajectory.records), len(self.record.token_ids)) == stood and self.record is record:
-                trajectory.messages, trajectory.tools, record.messages, record.tools = told
-                self._queue, self._num_given, self.message_rounds, self.message_prefix = queued
-            raise
 
     # ---- what is sampled
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn | None:
-        """Sample the next assistant turn and record it.
+        """Sample the next assistant turn and record it. Runs on the rollout's loop. Waits for the engine.
 
         Args:
             max_tokens: fewer than the limits allow; None = those.
@@ -299,7 +172,7 @@ class RolloutSession:
             self.end(StopReason.MAX_ASSISTANT_TURNS)
             return None
         if not self._flush():
-            self.end(self.cut_reason or StopReason.CONTEXT_FULL)
+            self.end(StopReason.CONTEXT_FULL)
             return None
         left_s = None if limits.max_seconds is None else limits.max_seconds - (time.monotonic() - self._started_s)
         if left_s is not None and left_s <= 0:
@@ -315,30 +188,32 @@ class RolloutSession:
         self.trajectory.num_turns = turn
         return self._take_turn(turn, output, cut_reason)
 
-    def _flush(self) -> bool:
-        """Record what is queued. False if it, the generation prompt and one more token do not fit."""
+    def _flush(self, before: Sequence[int] = (), behind: Sequence[int] = ()) -> bool:
+        """Record the queued messages, with ids before and behind them that a subclass adds.
+
+        Returns:
+            Whether they, the generation prompt and one more token fit. If not, nothing is recorded.
+        """
         queue, record, chat, messages = self._queue, self.record, self.context.chat, self.trajectory.messages
-        if queue.new_prompt is not None:
-            return self._fork(list(queue.new_prompt))
-        ids, delta_ids, inserted_end = list(queue.tail_ids), [], 0
-        if queue.messages:
+        ids, delta_ids, inserted_end = list(before), [], 0
+        if queue:
             tools = self.trajectory.tools or None
             if self.context.use_inference_chat_template and self._production_differs(tools):
                 self.record.messages = self._seen
                 given = self._num_given
                 return self._fork(chat.mixed_prompt_ids(messages[:given], messages[given:], tools))
             last_ids = (ids or record.token_ids)[-1:]
-            delta = chat.delta_ids(list(queue.messages), history=self._seen, tools=tools, last_ids=last_ids)
+            delta = chat.delta_ids(list(queue), history=self._seen, tools=tools, last_ids=last_ids)
             delta_ids, inserted_end = delta.ids, delta.inserted_end
         media_start = len(record.token_ids) + len(ids)
-        ids += [*delta_ids, *queue.opening_ids]
+        ids += [*delta_ids, *behind]
         if not self._fits(len(record.token_ids) + len(ids), len(ids)):
             return False
         self.count("inserted_end_tokens", inserted_end)
-        self._add_media(queue.messages, delta_ids, media_start)
+        self._add_media(queue, delta_ids, media_start)
         if ids:
             self.ledger.append_observation(ids, turn=self.trajectory.num_turns)
-        self._queue = replace(queue, messages=(), tail_ids=(), opening_ids=())
+        self._queue = ()
         return True
 
     def _production_differs(self, tools: list[dict[str, Any]] | None) -> bool:
@@ -354,15 +229,15 @@ class RolloutSession:
         prompt = chat.full_text(self.trajectory.messages[: self._prompt_messages], tools, add_generation_prompt=True)
         return not (production.startswith(prompt) and production[len(prompt) :].startswith(shown))
 
-    def _fork(self, prompt_ids: list[int]) -> bool:
-        """Begin a record with the rewritten history. False if it and one more token do not fit."""
-        trajectory, prompt_ids = self.trajectory, [*prompt_ids, *self._queue.opening_ids]
+    def _fork(self, prompt_ids: Sequence[int]) -> bool:
+        """Begin a record with another history as its prompt. False if it and one more token do not fit."""
+        trajectory = self.trajectory
         if not self._fits(len(prompt_ids), 0):
             return False
-        self.count("forks", int(self.ledger.fork(prompt_ids, turn=trajectory.num_turns)))
+        self.count("forks", int(self.ledger.fork(list(prompt_ids), turn=trajectory.num_turns)))
         self._add_media(trajectory.messages, prompt_ids, 0)
         self._prompt_messages = len(trajectory.messages)
-        self._queue = _Queue(opening=self._queue.opening, continues=self._queue.continues)
+        self._queue = ()
         return True
 
     def _fits(self, num_tokens: int, num_new: int) -> bool:
@@ -386,7 +261,7 @@ class RolloutSession:
             input_ids=list(self.record.token_ids),
             sampling=replace(context.sampling, max_new_tokens=max_new_tokens, seed=seed, stop=self._stop),
             request_id=f"{name}/{self.attempt}/{turn}",
-            session_id=self.engine_session or name,
+            session_id=self._engine_session,
             deadline_s=deadline_s,
             media={"inputs": list(self.record.media)} if self.record.media else {},
         )
@@ -407,7 +282,8 @@ class RolloutSession:
 
     def _take_turn(self, turn: int, output: GenerationOutput, cut_reason: StopReason) -> AssistantTurn:
         """Record the engine's output, read it, and end the trajectory where it was cut."""
-        chat, parser, start = self.context.chat, self.context.parser, len(self.record.token_ids)
+        trajectory, chat, parser = self.trajectory, self.context.chat, self.context.parser
+        start = len(self.record.token_ids)
         if output.token_ids is None:
             text = self._take_text(turn, output)
         else:
@@ -417,22 +293,25 @@ class RolloutSession:
             text = chat.turn_text(self.record.token_ids[start:])
         parsed = ParsedTurn(content=text)
         if parser is not None:
-            parsed = parser.parse(text, self.trajectory.tools, in_reasoning=chat.prefilled_reasoning)
+            parsed = parser.parse(text, trajectory.tools, in_reasoning=chat.prefilled_reasoning)
             parsed = parsed.with_ids(f"call_{turn}_")
-        self.trajectory.turn_texts.append(text)
+        trajectory.turn_texts.append(text)
         if output.replica is not None:
-            self.trajectory.replicas.append(output.replica)
+            trajectory.replicas.append(output.replica)
         message = self._add_message(text, parsed)
         for name, amount in (("cached_tokens", output.cached_tokens), ("input_tokens", start)):
             self.count(name, amount)
             self.count(f"{name}/{turn}", amount)
-        self.cut_reason = cut_reason if output.finish_reason == "length" else None
-        if self.cut_reason is not None and not self.verbatim:
-            self.end(self.cut_reason)
-        elif output.finish_reason == "abort":
-            self.end(StopReason.TIME_LIMIT)
-        self._log(parsed, text, output.finish_reason)
+        self._end_if_cut(output.finish_reason, cut_reason)
+        log_turn(trajectory, self.record, parsed, text, output.finish_reason)
         return AssistantTurn(text, message, parsed, output.finish_reason)
+
+    def _end_if_cut(self, finish_reason: FinishReason, limit: StopReason) -> None:
+        """End the trajectory if its last turn was cut by `limit` or by the request's deadline."""
+        if finish_reason == "length":
+            self.end(limit)
+        elif finish_reason == "abort":
+            self.end(StopReason.TIME_LIMIT)
 
     def _refuse_placeholders(self, ids: Sequence[int]) -> None:
         """A model must not say the token of an image: no forward pass could tell it from an image that is missing."""
@@ -451,31 +330,17 @@ class RolloutSession:
         stopped = any(output.text.endswith(string) for string in self._stop)
         complete = output.finish_reason == "stop" and not stopped
         tools = self.trajectory.tools or None
-        history = self.trajectory.messages[: len(self.trajectory.messages) - self._queue.continues]
-        ids = turn_ids(self.context.chat, history, message, tools=tools, complete=complete)
+        ids = turn_ids(self.context.chat, self._answered, message, tools=tools, complete=complete)
         version = output.version_spans[0].version if output.version_spans else self.context.engine.version
         self.ledger.sampled(ids, None, [version] * len(ids), turn=turn)
         return output.text
 
     def _add_message(self, text: str, parsed: ParsedTurn) -> Message:
-        """Write the turn into the messages: as one of its own, or at the end of the one that it goes on inside."""
-        messages = self.trajectory.messages
-        last_round = self.rounds[-1] if self.rounds else -1
-        if self._queue.continues:
-            self.rounds.append(max(last_round, 0))
-            messages[-1] = {**messages[-1], "content": str(messages[-1]["content"] or "") + text}
-        else:
-            self.rounds.append(last_round + 1)
-            self.message_prefix = self._queue.opening
-            messages.append(self._message(self.message_prefix + text, parsed))
-            self._queue = replace(self._queue, opening="")
-        self._queue = replace(self._queue, continues=False)
-        self.message_rounds[len(messages) - 1] = self.rounds[-1]
-        return messages[-1]
+        """Write the turn into the messages."""
+        self.messages.append(self._message(text, parsed))
+        return self.messages[-1]
 
     def _message(self, text: str, parsed: ParsedTurn) -> Message:
-        if self.verbatim:
-            return {"role": "assistant", "content": text}
         parser = self.context.parser
         message: Message = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning is not None:
@@ -488,47 +353,20 @@ class RolloutSession:
             message["tool_calls"] = [call.to_message() for call in parsed.calls]
         return message
 
-    def _log(self, parsed: ParsedTurn, text: str, finish_reason: FinishReason) -> None:
-        """Write the line of the turn that was recorded last.
-
-        Attributes: `trajectory_id`, `turn`, `action` (names of the calls, else the first tag that is closed, else
-        None), `finish_reason`, `sampled_tokens` (of the turn), `response_tokens`, `mask_tokens` (lengths of the two
-        columns) and `trained_tokens` of the record so far.
-        """
-        if not turn_log.isEnabledFor(logging.DEBUG):
-            return
-        record = self.record
-        start, span = record.num_prompt_tokens, record.turns[-1]
-        numbers = {
-            "trajectory_id": self.trajectory.trajectory_id,
-            "turn": self.trajectory.num_turns,
-            "action": ", ".join(call.name for call in parsed.calls) or first_tag(text),
-            "finish_reason": finish_reason,
-            "sampled_tokens": span.end - span.start,
-            "response_tokens": len(record.token_ids) - start,
-            "mask_tokens": len(record.loss_mask) - start,
-            "trained_tokens": sum(record.loss_mask),
-        }
-        turn_log.debug(
-            "%(trajectory_id)s turn %(turn)d: action %(action)s, %(finish_reason)s after %(sampled_tokens)d tokens; "
-            "response %(response_tokens)d, mask %(mask_tokens)d, trained %(trained_tokens)d",
-            numbers,
-            extra=numbers,
-        )
-
     # ---- when it is over
 
     async def finish(self) -> None:
         """Verify the ledger and run the sanity check on every record. Call once, after the trajectory ended.
+
+        Runs on the rollout's loop. Waits for the sanity check, in the thread `sanity`.
 
         A long conversation takes a second to render and compare: a thread does it, so that others go on meanwhile. In
         a deterministic run all wait for each other anyway, and the order in which findings are counted may not depend
         on a clock.
         """
         context, trajectory = self.context, self.trajectory
-        trajectory.rounds = list(self.rounds)
-        if self._queue.messages:
-            trajectory.counters["unread_messages"] = len(self._queue.messages)
+        if self._queue:
+            trajectory.counters["unread_messages"] = len(self._queue)
         for record in trajectory.records:
             record.check()
         if context.sanity.mode is SanityMode.OFF or context.deterministic:
@@ -540,8 +378,8 @@ class RolloutSession:
             first, tools = trajectory.records[0], self._given_tools or None
             added = train_prompt_assistants(context.chat, first, self._given, tools)
             self.count("trained_given_tokens", added)
-        if context.loss_scale is not None and not self.mask_given and self.rounds:
-            apply_loss_scale(context.loss_scale, context.chat, trajectory, self.rounds)
+        if context.loss_scale is not None and trajectory.num_turns:
+            apply_loss_scale(context.loss_scale, context.chat, trajectory)
         context.sanity.observe(found, trajectory.prompt_id.rpartition(".")[0])
         trajectory.sanity = found.to_row() if found is not None else None
 
@@ -588,12 +426,3 @@ def _time_spans(begun: float, seconds: float, output: GenerationOutput, turn: in
             spans.append(TimeSpan(phase, edge, edge + taken, turn))  # type: ignore[arg-type]
             edge += taken
     return spans
-
-
-def first_tag(text: str) -> str | None:
-    """The first tag that the text opens and closes, thoughts aside: `search` in `<search>x</search>`."""
-    for closing in re.finditer(r"</(\w+)>", text):
-        name = closing.group(1)
-        if name != "think" and f"<{name}>" in text[: closing.start()]:
-            return name
-    return None

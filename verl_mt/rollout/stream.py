@@ -56,6 +56,8 @@ class _Running:
 class RolloutStream:
     """Starts plans and hands over their groups.
 
+    Methods run in the trainer's main thread. Coroutines run on the event loop of the thread `rollout`.
+
     Plans may be started ahead of the one that is collected. A trainer that starts a plan and collects it before the
     weights change is synchronous.
     """
@@ -87,6 +89,8 @@ class RolloutStream:
     def call(self, coroutine: Coroutine[Any, Any, T], while_waiting: Callable[[], None] = lambda: None) -> T:
         """Run a coroutine on the rollout's loop and wait for it (weight updates, closing).
 
+        Runs in the trainer's main thread. Waits for the coroutine.
+
         `while_waiting` is called a few times a second; what it raises cancels the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -97,7 +101,7 @@ class RolloutStream:
             raise
 
     def start(self, plan: RolloutPlan, finished: Sequence[TrajectoryGroup] = ()) -> None:
-        """Begin to roll out a plan; returns at once.
+        """Begin to roll out a plan; returns at once. Runs in the trainer's main thread and waits for nothing.
 
         Args:
             finished: groups of it that were rolled out before; only the others begin.
@@ -112,7 +116,8 @@ class RolloutStream:
         return name in self._running
 
     def stop(self) -> None:
-        """What was started and not handed over is given up; returns when it has ended."""
+        """What was started and not handed over is given up; returns when it has ended. Runs in the trainer's main
+        thread. Waits until the plans' tasks have ended."""
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)
@@ -120,6 +125,8 @@ class RolloutStream:
 
     def collect(self, name: str, while_waiting: Callable[[], None] = lambda: None) -> list[TrajectoryGroup]:
         """All groups of a plan, in the order of its prompts. Raises what the rollout raised.
+
+        Runs in the trainer's main thread. Waits for groups from the rollout's loop.
 
         `while_waiting` is called a few times a second (a display, a check for Ctrl-C); what it raises cancels the plan.
         """
@@ -145,6 +152,8 @@ class RolloutStream:
         """The groups that `choose` takes, as soon as it takes some, in the order of their ids: that in which they
         arrive is a clock's, and batches may not depend on one.
 
+        Runs in the trainer's main thread. Waits for groups from the rollout's loop.
+
         Args:
             choose: looks at what is finished of all plans.
             while_waiting: as for `collect`.
@@ -161,7 +170,7 @@ class RolloutStream:
         return sorted(chosen, key=lambda group: group.prompt_id)
 
     def _take_arrivals(self) -> None:
-        """Wait a moment for some, and take those that are there."""
+        """Wait a moment for some, and take those that are there. Runs in the trainer's main thread."""
         try:
             arrived = [self._arrivals.get(timeout=0.1)]
             while not self._arrivals.empty():
@@ -187,7 +196,8 @@ class RolloutStream:
         running.future.cancel()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent."""
+        """Cancel what runs, close the tools, run `last` (the engine's `close`) and end the thread. Idempotent. Runs in
+        the trainer's main thread. Waits for the coroutines and for the thread `rollout`."""
         for running in list(self._running.values()):
             self._forget(running)
         if not self._thread.is_alive():
@@ -202,7 +212,8 @@ class RolloutStream:
             self._end(last)
 
     def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        """The thread ends whatever is raised: what it asks of (Ray, for one) is taken down next."""
+        """The thread ends whatever is raised: what it asks of (Ray, for one) is taken down next. Runs in the trainer's
+        main thread. Waits for `last` and for the thread `rollout`."""
         try:
             if last is not None:
                 self.call(last())
@@ -213,6 +224,7 @@ class RolloutStream:
             self._loop.close()
 
     async def _produce(self, running: _Running, plan: RolloutPlan) -> None:
+        """Runs on the rollout's loop. Waits for groups, and for `keep` in a thread."""
         running.task = asyncio.current_task()
         if not plan.prompts:
             return
@@ -224,6 +236,7 @@ class RolloutStream:
 
     @staticmethod
     def _wait(future: Future[T], while_waiting: Callable[[], None] = lambda: None) -> T:
+        """Runs in the trainer's main thread. Waits for a coroutine on the rollout's loop."""
         while True:
             while_waiting()
             try:
@@ -234,7 +247,7 @@ class RolloutStream:
 
 
 async def _uncut(coroutine: Coroutine[Any, Any, T]) -> T:
-    """To its end; who is cancelled meanwhile is so afterwards."""
+    """To its end; who is cancelled meanwhile is so afterwards. Runs on the rollout's loop."""
     task = asyncio.ensure_future(coroutine)
     try:
         return await asyncio.shield(task)
@@ -249,7 +262,7 @@ async def _ended(given_up: Sequence[_Running]) -> None:
 
 
 async def _drain() -> None:
-    """Let cancelled tasks run their `finally` blocks."""
+    """Let cancelled tasks run their `finally` blocks. Runs on the rollout's loop."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()

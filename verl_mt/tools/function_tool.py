@@ -210,6 +210,8 @@ class FunctionTool(BaseTool):
     ) -> Any:
         """`function(**parameters, **kwargs)`, without `agent_data`: text, a dict, or (response, step reward, metrics).
 
+        Runs on the tool's loop. Waits for a plain function in a daemon thread.
+
         Raises:
             ToolCallError: an argument that its type refuses.
         """

@@ -21,7 +21,7 @@ from verl_mt.chat.loading import is_multimodal
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
-from verl_mt.config.schema import Config, correction_of, explicit_keys
+from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.drawn_prompts import PromptLog
@@ -211,7 +211,6 @@ def _hooks(parts: HookParts) -> StepHooks:
     trainer, factor = parts.config.trainer, parts.config.data.over_sample
     asked = {"debug_data": trainer.debug_rollout_data is not None, "staleness": trainer.steps_ahead or factor > 1}
     paths = {**own(_HOOKS), **known(_HOOKS)}
-    asked["collapse"] = "collapse" in paths or "trainer.collapse_guard" in explicit_keys(parts.config)
     if missing := [name for name, wanted in asked.items() if wanted and name not in paths]:
         raise PluginError(
             f"step hook {listing(missing)}: an extension has it, and verl_mt/extensions is not installed here"
@@ -396,20 +395,16 @@ def place_engine(
     overlaps = steps_ahead > 0
     if module is not None and overlaps and engine is None:
         module = copy.deepcopy(without_adapters(module))
-    elsewhere = engine or rollout.placed == "servers" or config.trainer.debug_mode == "train_only"
-    if elsewhere or not engines.lives_beside_ranks(rollout.name):
+    if engine or config.trainer.debug_mode == "train_only" or not engines.lives_beside_ranks(rollout.name):
         return module, engine, (), overlaps
-    hosts = workers.engine_hosts(rollout.tensor_model_parallel_size, rollout.devices_apart)
-    return module, engine, hosts, overlaps
+    return module, engine, workers.engine_hosts(), overlaps
 
 
 def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:
-    """From these workers to the stream's engine; files go to `folder` where the configuration names none."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.weight_sync_dir is not None:
-        folder = Path(rollout.weight_sync_dir)
-    transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
-    return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
+    """From these workers to the stream's engine; files go to `folder` where the engine names none."""
+    engine, megabytes = stream.runner.context.engine, config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+    transport = Transport(bucket_bytes=megabytes * 1024 * 1024, folder=engine.weights_folder or folder)
+    return WeightSync(engine, workers, stream.call, transport)
 
 
 def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:

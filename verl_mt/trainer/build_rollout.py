@@ -22,6 +22,7 @@ from verl_mt.engines.base import EngineHost, EngineSetup, InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine, OneVersionEngine, WholeTurnsEngine
 from verl_mt.engines.scripted import AbsentEngine
 from verl_mt.errors import ConfigError
+from verl_mt.extension_points import find
 from verl_mt.interactions.session import load_interactions
 from verl_mt.modeling import load
 from verl_mt.plugins import extension_function
@@ -206,9 +207,7 @@ def begin_workers(config: Config, stream: RolloutStream) -> None:
         ConfigError: the engine or another key cannot do with them.
         VerlMTError: what a worker could not make.
     """
-    count = config.actor_rollout_ref.rollout.num_workers
-    wanted = config.trainer.placement == "ray" if count is None else count > 0
-    if not wanted or config.trainer.debug_mode == "train_only":
+    if config.trainer.debug_mode == "train_only" or find("verl_mt.functions", "rollout_workers") is None:
         return
     if (pool := extension_function("rollout_workers")(config, stream.runner)) is not None:
         stream.pool = pool

@@ -215,7 +215,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def find_damage(path: Path) -> str | None:
-    """Which file of a checkpoint is damaged, and how; None where all are as they were written."""
+    """Which file of a checkpoint is damaged, and how; None where all are as they were written. Runs in the caller's
+    thread. Waits for threads that read the files."""
     try:
         files = read_meta(path).get("files", {})
     except CheckpointError as error:

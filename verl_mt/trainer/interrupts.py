@@ -85,6 +85,7 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         return 128 + self._number
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, between two bytecodes. Raises `Insisted` at the second signal."""
         self._number = number
         if self.requested.is_set():
             raise Insisted(self._status())

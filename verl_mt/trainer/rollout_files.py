@@ -61,7 +61,7 @@ class RolloutFiles:
         self._write(name, step, groups, {})
 
     def flush(self) -> None:
-        """Wait until everything is on the disk.
+        """Wait until everything is on the disk. Runs in the trainer's main thread.
 
         Raises:
             CheckpointError: the disk refused; names the file.
@@ -70,7 +70,8 @@ class RolloutFiles:
             self._waiting.popleft().result()
 
     def close(self) -> None:
-        """Write what waits and end the thread. An error is only logged: whoever needs the files has called `flush`."""
+        """Write what waits and end the thread. An error is only logged: whoever needs the files has called `flush`.
+        Runs in the trainer's main thread. Waits for the thread `rollout rows`."""
         try:
             self.flush()
         except Exception as error:
@@ -82,6 +83,7 @@ class RolloutFiles:
     def _write(
         self, name: str, step: int, groups: Sequence[TrajectoryGroup], computed: dict[tuple[str, int], dict[str, Any]]
     ) -> None:
+        """Runs in the trainer's main thread. The thread `rollout rows` writes. Waits for it if too many files wait."""
         trajectories = [t for g in groups for t in g.trajectories]
         late = [_update_of(t, computed) for t in trajectories]
         stem = self._folder / FOLDER / f"{name}_{step:06d}"

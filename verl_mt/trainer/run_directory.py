@@ -44,12 +44,6 @@ _BEFORE_THE_FIRST_STEP = (
 )  # fmt: skip
 _ROWS = ("train_files", "val_files", "train_max_samples", "val_max_samples")
 """Of `data`: which rows there are. They may change where `trainer.resume_mode=other_data` asks for it."""
-_HARMLESS = (
-    "logger", "progress", "resume_mode", "resume_from_path", "max_actor_ckpt_to_keep", "save_freq", "default_local_dir",
-    "experiment_name", "project_name", "rollout_rows", "export_at_end", "log_val_generations", "dry_run",
-    "collapse_guard", "collapse_guard_thresholds", "max_restarts", "worker_timeout_s",
-)  # fmt: skip
-"""Of `trainer`: what a person sees or how often, never what is computed."""
 
 
 @dataclass
@@ -378,13 +372,14 @@ def _with_correction(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that may change on resume: a row that stopped a run may be left out when it goes on."""
+    may_change = {key for key, leaf in leaves().items() if leaf.metadata.get("may_change")}
     trainer = config.get("trainer", {})
-    free = _HARMLESS if trainer.get("deterministic") else (*_HARMLESS, *_PLACEMENT)
-    kept = {"trainer": {k: v for k, v in trainer.items() if k not in free}}
+    free = () if trainer.get("deterministic") else _PLACEMENT
+    kept = {"trainer": {k: v for k, v in trainer.items() if f"trainer.{k}" not in may_change and k not in free}}
     actor_rollout_ref = config.get("actor_rollout_ref")
     if not trainer.get("deterministic") and isinstance(actor_rollout_ref, dict):
         actor = {k: v for k, v in (actor_rollout_ref.get("actor") or {}).items() if k not in _LAYOUT}
         kept["actor_rollout_ref"] = {**actor_rollout_ref, "actor": actor}
     if isinstance(data := config.get("data"), dict):
-        kept["data"] = {k: v for k, v in data.items() if k != "on_bad_row"}
+        kept["data"] = {k: v for k, v in data.items() if f"data.{k}" not in may_change}
     return config | kept

@@ -93,7 +93,7 @@ class Background(Tracker):
         self._later(lambda: self._tracker.trajectories(step, groups))
 
     def close(self, outcome: Outcome) -> None:
-        """Work off what waits, at most `patience_s`."""
+        """Work off what waits, at most `patience_s`. Runs in the trainer's main thread."""
         deadline = time.monotonic() + self._patience_s
         try:
             self._calls.put(lambda: self._tracker.close(outcome), timeout=self._patience_s)
@@ -108,12 +108,14 @@ class Background(Tracker):
             )  # fmt: skip
 
     def _later(self, call: Callable[[], None]) -> None:
+        """Runs in the trainer's main thread and waits for nothing: a call beyond `capacity` is dropped."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._failed(f"{self._calls.maxsize} calls wait already")
 
     def _work(self) -> None:
+        """Runs in the tracker's thread. Waits for calls."""
         while (call := self._calls.get()) is not None:
             try:
                 call()
@@ -121,6 +123,7 @@ class Background(Tracker):
                 self._failed(error_text(error, named=True))
 
     def _failed(self, what: str) -> None:
+        """Runs in any thread and waits for nothing."""
         with self._lock:
             self.failures += 1
             first = self.failures == 1

@@ -122,10 +122,9 @@ class ActorWorker(Trainable):
             active = rows[active_B[rows]]
             if len(active) == 0:
                 continue
-            # Until the weights change, a ratio to them is 1 but for the rounding between two passes. Of that rounding a
-            # loss with a kink at 1 would make a gradient of full size: it gets exactly 1.
+            # Until the weights change, a ratio to them is 1 but for the rounding between two passes.
             unchanged = metrics.num_updates == 0
-            exactly_one = self.loss.record.kinked and unchanged
+            exactly_one = self.loss.policy_loss.beside_advantage and unchanged
             self.optimizer.zero_grad(set_to_none=True)
             loss, seen_bT = self._forward_backward(
                 rank_batch, rows, active, self._asked_old(here) if exactly_one else old_bT, metrics
@@ -180,10 +179,10 @@ class ActorWorker(Trainable):
         """bool [B]: which rows go through the model."""
         in_loss_B = stats.num_in_loss_B > 0
         terms = self.config.use_kl_loss or self.config.entropy_coeff != 0
-        if not self.config.skip_zero_advantage or terms or self.loss.record.moves_without_advantage:
+        if not self.config.skip_zero_advantage or terms or self.loss.policy_loss.beside_advantage:
             return in_loss_B
         moved_B = stats.moves_B
-        if self.loss.record.by_trajectory:
+        if self.loss.policy_loss.depends_on == "trajectory":
             # A trajectory's ratio is over all its records, and needs the old log-probs of each.
             moved_B = torch.isin(stats.trajectory_B, stats.trajectory_B[moved_B])
         metrics.num_skipped = int((in_loss_B & ~moved_B).sum())

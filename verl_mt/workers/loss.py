@@ -1,7 +1,7 @@
 """What the actor differentiates: the policy loss of the configuration, corrections, the entropy bonus and a KL term.
 
-Which policy loss it is, what it reads and what it has to know of a whole mini-batch stands in its record
-(verl_mt/config/policy_losses.py); no other code of the workers knows losses by name.
+What a policy loss reads, and what it must know of a whole mini-batch, its class says
+(verl_mt/config/policy_losses.py `PolicyLoss`). No code of the workers knows losses by name.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_mt.algorithms.aggregate import tokens_per_trajectory
-from verl_mt.algorithms.contrast import contrast_slopes
-from verl_mt.algorithms.covariance import choose_between, choose_largest, covariances, without_clipped
 from verl_mt.algorithms.kl import kl_penalty
 from verl_mt.algorithms.losses import sequence_log_ratio
 from verl_mt.algorithms.masked import at_least_quantile, masked_fill_zero
 from verl_mt.config.actor import ActorConfig
-from verl_mt.config.policy_losses import KEY, ChosenLoss, read_policy_loss
+from verl_mt.config.policy_losses import KEY, CustomLoss, PolicyLoss, read_policy_loss
 from verl_mt.data import batch as columns
 from verl_mt.errors import ConfigError, UserCodeError, error_text
 from verl_mt.modeling.log_probs import LogProbs
@@ -100,6 +98,29 @@ class WholeMiniBatch:
         numbers = self.numbers if rows is None else self.numbers[rows.cpu()]
         return self.rank_batch.together(self.compute(self.rank_batch, numbers), numbers)
 
+    def split_ratios(self, mask_NT: Tensor, old_NT: Tensor) -> Tensor | None:
+        """[N], the mean of current log-prob - `old_NT` over the trajectory of each row that is not its only one: they
+        may pass through the model one by one. NaN elsewhere; None where there is no such row.
+
+        Args:
+            mask_NT: the tokens that the mean is over.
+            old_NT: NaN = the current ones.
+        """
+        rows = mask_NT.any(1).nonzero().flatten()
+        owner = self.batch[columns.TRAJECTORY_INDEX]
+        _, place, count = torch.unique(owner[rows], return_inverse=True, return_counts=True)
+        rows = rows[count[place] > 1]
+        if len(rows) == 0:
+            return None
+        mask, old = mask_NT[rows], old_NT[rows]
+        known = mask & ~torch.isnan(old)  # the others have ratio 1
+        current = self.log_probs(rows) if known.any() else old
+        result_N = torch.full((len(self),), torch.nan, device=old.device)
+        result_N[rows] = sequence_log_ratio(
+            masked_fill_zero(current, known), masked_fill_zero(old, known), mask, owner[rows]
+        )
+        return result_N
+
 
 _DECIDED_FROM = (
     columns.ADVANTAGES, columns.LOSS_MASK, columns.SAMPLED, columns.HAS_LOG_PROBS, columns.ROLLOUT_LOG_PROBS,
@@ -118,9 +139,9 @@ class MiniBatch:
     weights_BT: Tensor
     """Of each token in the loss; see `token_weights`."""
     drift_B: Tensor | None = None
-    """Off-policy sequence masking: log of the trajectory's ratio to the sampler; see `split_ratios`."""
+    """Off-policy sequence masking: log of the trajectory's ratio to the sampler; see `WholeMiniBatch.split_ratios`."""
     arguments: dict[str, Tensor] = field(default_factory=dict)
-    """Of the policy loss: what the `over_mini_batch` of its record returned."""
+    """Of the policy loss: what its `over_mini_batch` returned."""
     share_BT: Tensor | None = None
     """Factor of the policy loss of each token; None = 1."""
 
@@ -164,16 +185,12 @@ class ActorLoss:
     def __init__(self, config: ActorConfig):
         self.correction: RolloutCorrection | None = None
         """Corrects for a sampler that differs from the policy; set where workers are put together."""
-        chosen = read_policy_loss(config.policy_loss)
-        self.record = chosen.loss
+        self.policy_loss = read_policy_loss(config.policy_loss)
         self._config = config
         self._of_sampled = token_loss(config)
         # Tokens that nobody sampled are trained on request, each by itself; they stay out of ratios and metrics.
-        self._of_given = self._of_sampled if chosen.loss.by_token else token_loss(config, read_policy_loss({}))
-        self._over_mini_batch: Callable[[WholeMiniBatch], dict[str, Tensor]] = lambda whole: {}
-        if chosen.loss.over_mini_batch is not None:
-            function = load_object(chosen.loss.over_mini_batch, what=f"{KEY}.loss_mode={chosen.name}")
-            self._over_mini_batch = _filled_in(function, chosen, config)
+        alone = self.policy_loss.depends_on == "token"
+        self._of_given = self._of_sampled if alone else token_loss(config, read_policy_loss({}))
 
     def over_mini_batch(self, whole: WholeMiniBatch, weights_BT: Tensor) -> MiniBatch:
         """Collect what is decided over a mini-batch. Costs a forward pass without gradient over the rows that a choice
@@ -183,9 +200,11 @@ class ActorLoss:
             whole: its rows.
             weights_BT: of the tokens of this rank's rows, 0 outside of the mini-batch.
         """
-        arguments, drift_N, rank_batch = self._over_mini_batch(whole), None, whole.rank_batch
+        low, high = self._config.clip_range
+        arguments = self.policy_loss.over_mini_batch(whole, clip_low=low, clip_high=high)
+        drift_N, rank_batch = None, whole.rank_batch
         if self.correction is not None and self.correction.masks_sequences and whole.torn:
-            drift_N = split_ratios(whole, with_log_probs(whole.batch), whole.batch[columns.ROLLOUT_LOG_PROBS])
+            drift_N = whole.split_ratios(with_log_probs(whole.batch), whole.batch[columns.ROLLOUT_LOG_PROBS])
         drift_B = None if drift_N is None else rank_batch.back(drift_N, whole.numbers)
         own = {name: rank_batch.back(value, whole.numbers) for name, value in arguments.items()}
         return MiniBatch(weights_BT, drift_B, own)
@@ -240,7 +259,7 @@ class ActorLoss:
         entropies_NT = whole.rank_batch.together(entropies_bT, whole.numbers)
         high_NT = at_least_quantile(entropies_NT, whole.sampled_NT, 1 - self._config.top_entropy_quantile)
         factor_NT = high_NT.float()
-        if self.record.by_trajectory:
+        if self.policy_loss.depends_on == "trajectory":
             trajectory_N = whole.batch[columns.TRAJECTORY_INDEX]
             all_K, place_N = tokens_per_trajectory(whole.sampled_NT, trajectory_N)
             high_K, _ = tokens_per_trajectory(high_NT, trajectory_N)
@@ -251,12 +270,12 @@ class ActorLoss:
         """d loss / d log-prob [B, T] before the log-probs are known; None if it depends on them.
 
         Where ratios are taken to the current policy itself they are 1, whatever the log-probs are, and so every loss
-        whose record says so has the slope that it has at any log-probs. A head that knows the slope makes gradients on
+        whose class says so has the slope that it has at any log-probs. A head that knows the slope makes gradients on
         the way forward, and its logits only once.
         """
         config = self._config
         other_terms = config.use_kl_loss or config.entropy_coeff != 0 or self.correction is not None
-        if other_terms or not self.record.slope_known:
+        if other_terms or not self.policy_loss.slope_known:
             return None
         if not bool((torch.isnan(old_BT) | ~micro[columns.LOSS_MASK]).all()):
             return None
@@ -274,38 +293,38 @@ def _clipped(micro: TensorDict, loss_BT: Tensor, log_probs_BT: Tensor) -> Tensor
     return (micro[columns.LOSS_MASK] & (micro[columns.ADVANTAGES] != 0) & (slope_BT == 0)).float()
 
 
-def token_loss(config: ActorConfig, chosen: ChosenLoss | None = None) -> TokenLoss:
+def token_loss(config: ActorConfig, loss: PolicyLoss | None = None) -> TokenLoss:
     """The function of a loss, with its options and clip ranges filled in.
 
     Args:
         config: `policy_loss` and the clip ranges.
-        chosen: another loss than the configuration's.
+        loss: another loss than the configuration's.
 
     Raises:
-        PluginError: the path of a user's loss leads nowhere.
+        PluginError: the path of a custom loss leads nowhere.
         ConfigError: it is no function of four tensors, or takes no argument of the name of an option.
     """
-    chosen = chosen or read_policy_loss(config.policy_loss)
-    where = f"{KEY}.loss_mode={chosen.name}"
-    function = load_object(chosen.loss.function, what=f"{KEY}.loss_mode")
-    if not chosen.loss.is_users:
-        return _filled_in(function, chosen, config)
+    loss = loss or read_policy_loss(config.policy_loss)
+    function = load_object(loss.formula, what=f"{KEY}.loss_mode")
+    if not isinstance(loss, CustomLoss):
+        return _filled_in(function, loss, config)
+    where = f"{KEY}.loss_mode={loss.formula}"
     if not callable(function):
         raise ConfigError(f"{where} is a {type(function).__name__}, expected a function")
     takes = inspect.signature(function).parameters
     positional = [p for p in takes.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < len(_TENSORS) and not any(p.kind is p.VAR_POSITIONAL for p in takes.values()):
         raise ConfigError(f"{where} takes {', '.join(takes) or 'nothing'}; expected ({', '.join(_TENSORS)}, ...)")
-    for name in chosen.options:
+    for name in loss.options:
         if name not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             raise ConfigError(
-                f"{KEY}.{name}: {chosen.name} takes no argument of that name; it takes {', '.join(takes)}"
+                f"{KEY}.{name}: {loss.formula} takes no argument of that name; it takes {', '.join(takes)}"
             )
-    return partial(_of_user, _filled_in(function, chosen, config), where)
+    return partial(_of_user, _filled_in(function, loss, config), where)
 
 
 def try_own_loss(config: ActorConfig) -> None:
-    """Call a loss of the user's once, on made-up log-probs, before anything is sampled.
+    """Call a custom loss once, on made-up log-probs, before anything is sampled.
 
     Raises:
         PluginError: its path leads nowhere.
@@ -314,7 +333,8 @@ def try_own_loss(config: ActorConfig) -> None:
     """
     chosen = read_policy_loss(config.policy_loss)
     loss = token_loss(config, chosen)
-    if not chosen.loss.is_users or not inspect.isfunction(load_object(chosen.loss.function, what=f"{KEY}.loss_mode")):
+    is_custom = isinstance(chosen, CustomLoss)
+    if not is_custom or not inspect.isfunction(load_object(chosen.formula, what=f"{KEY}.loss_mode")):
         return
     old_BT = torch.full((2, 4), -1.0)
     mask_BT = torch.tensor([[False, True, True, True], [True, True, False, False]])
@@ -325,12 +345,11 @@ def try_own_loss(config: ActorConfig) -> None:
         raise UserCodeError(f"{error} (tried at start on made-up log-probs)") from error.__cause__
 
 
-def _filled_in(function: Callable[..., Any], chosen: ChosenLoss, config: ActorConfig) -> Callable[..., Any]:
+def _filled_in(function: Callable[..., Any], loss: PolicyLoss, config: ActorConfig) -> Callable[..., Any]:
     """`function` with those options and clip ranges that it takes by name."""
     takes = inspect.signature(function).parameters
     low, high = config.clip_range
-    clips = {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c}
-    offered = {name: clips[name] for name in chosen.loss.clips} | chosen.options
+    offered = {"clip_low": low, "clip_high": high, "clip_c": config.clip_ratio_c} | loss.options
     if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         offered = {name: value for name, value in offered.items() if name in takes}
     return partial(function, **offered)
@@ -359,90 +378,3 @@ def _of_user(function: Callable[..., Any], where: str, *tensors: Tensor) -> tupl
     if torch.is_grad_enabled() and tensors[0].requires_grad and not loss.requires_grad:
         raise UserCodeError(f"{where} returned a loss without gradient: it must depend on log_probs")
     return masked_fill_zero(loss, mask_BT), {name: torch.as_tensor(value).detach() for name, value in numbers.items()}
-
-
-# What losses decide over a whole mini-batch; their records name these functions.
-
-
-def trajectory_ratios(whole: WholeMiniBatch) -> dict[str, Tensor]:
-    """GSPO: the log ratio of trajectories that have several records."""
-    found_N = split_ratios(whole, whole.sampled_NT, whole.old_NT) if whole.torn else None
-    return {} if found_N is None else {"log_ratio_B": found_N}
-
-
-def tokens_to_leave_out(
-    whole: WholeMiniBatch,
-    *,
-    clip_cov_ratio: float,
-    clip_cov_lb: float,
-    clip_cov_ub: float,
-    clip_low: float,
-    clip_high: float,
-) -> dict[str, Tensor]:
-    """Clip-Cov: drawn among the tokens of middling covariance that PPO's clip does not hold already."""
-    if not len(whole):
-        return {"chosen": whole.sampled_NT}
-    log_probs, advantages = whole.log_probs(), whole.batch[columns.ADVANTAGES]
-    values = covariances(log_probs, advantages, whole.sampled_NT)
-    old = torch.where(torch.isnan(whole.old_NT), log_probs, whole.old_NT)
-    chosen_NT = choose_between(
-        without_clipped(values, log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high),
-        whole.sampled_NT,
-        fraction=clip_cov_ratio,
-        lower=clip_cov_lb,
-        upper=clip_cov_ub,
-        generator=whole.generator,
-    )
-    return {"chosen": chosen_NT}
-
-
-def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[str, Tensor]:
-    """KL-Cov: the tokens of the largest covariances."""
-    if not len(whole):
-        return {"chosen": whole.sampled_NT}
-    values = covariances(whole.log_probs(), whole.batch[columns.ADVANTAGES], whole.sampled_NT)
-    return {"chosen": choose_largest(values, whole.sampled_NT, fraction=kl_cov_ratio)}
-
-
-def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tensor]:
-    """REAL: how the loss of a group moves with the score of each of its trajectories in the mini-batch."""
-    if not len(whole):
-        return {"slope_B": torch.empty(0)}
-    batch, inside, old = whole.batch, whole.sampled_NT, whole.old_NT
-    owner, group = batch[columns.TRAJECTORY_INDEX], batch[columns.GROUP_INDEX]
-    known = inside & ~torch.isnan(old)  # the others have ratio 1
-    current = whole.log_probs() if known.any() else old
-    score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
-    advantage = masked_fill_zero(batch[columns.ADVANTAGES], inside).sum(1)  # its sign counts
-    names, place = torch.unique(owner, return_inverse=True)
-    first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
-    first[place.flip(0)] = torch.arange(len(whole), device=place.device).flip(0)
-    slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
-    # The mean that follows is over what weighs as one sequence: where trajectories share an execution, over those.
-    num_weighed = len(columns.weighed_together(batch).unique())
-    return {"slope_B": (slopes * num_weighed)[place].to(old.dtype)}
-
-
-def split_ratios(whole: WholeMiniBatch, mask_NT: Tensor, old_NT: Tensor) -> Tensor | None:
-    """[N], the mean of current log-prob - `old_NT` over the trajectory of each row that is not its only one: they may
-    pass through the model one by one. NaN elsewhere; None where there is no such row.
-
-    Args:
-        whole: the mini-batch.
-        mask_NT: the tokens that the mean is over.
-        old_NT: NaN = the current ones.
-    """
-    rows = mask_NT.any(1).nonzero().flatten()
-    owner = whole.batch[columns.TRAJECTORY_INDEX]
-    _, place, count = torch.unique(owner[rows], return_inverse=True, return_counts=True)
-    rows = rows[count[place] > 1]
-    if len(rows) == 0:
-        return None
-    mask, old = mask_NT[rows], old_NT[rows]
-    known = mask & ~torch.isnan(old)  # the others have ratio 1
-    current = whole.log_probs(rows) if known.any() else old
-    result_N = torch.full((len(whole),), torch.nan, device=old.device)
-    result_N[rows] = sequence_log_ratio(
-        masked_fill_zero(current, known), masked_fill_zero(old, known), mask, owner[rows]
-    )
-    return result_N

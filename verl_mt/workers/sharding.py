@@ -61,7 +61,7 @@ class Ranks:
         return self.rank % self.sequence == 0
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each."""
+        """The sum over all ranks, the same bits on each. Runs in every rank. Waits for all ranks."""
         if self.size == 1:
             return value
         total = value.clone()
@@ -69,7 +69,7 @@ class Ranks:
         return total
 
     def gather(self, value: Any) -> list[Any]:
-        """A small picklable object of every rank, in their order."""
+        """A small picklable object of every rank, in their order. Runs in every rank. Waits for all ranks."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -150,7 +150,7 @@ class ShardedPolicy(nn.Module):
 
     def expect_backward(self, *, last: bool) -> None:
         """To be called before a backward pass. Behind the `last` of an update gradients are added up over the groups
-        that each have the whole policy; until then each keeps its own."""
+        that each have the whole policy; until then each keeps its own. Runs in every rank and waits for nothing."""
         if self._replicated:
             cast(Any, self).set_requires_all_reduce(last)  # fully_shard added the method
 
@@ -205,7 +205,7 @@ def _share_sequences(model: Any, ranks: Ranks, device_type: str) -> None:
 @torch.no_grad()
 def _deal_out(model: Any, weights: list[Tensor], exact: list[Tensor | None], ranks: Ranks) -> None:
     """Give every rank its shards of rank 0's weights, and of their exact values where it knows them, one parameter at a
-    time; and rank 0's buffers."""
+    time; and rank 0's buffers. Runs in every rank. Waits for all ranks."""
     known = ranks.gather([values is not None for values in exact])[0]
     for number, parameter in enumerate(model.parameters()):
         # One at a time, and let go at once: rank 0 holds the whole model only on the CPU, and no device ever does.

@@ -100,6 +100,7 @@ async def _publish(
     arguments: tuple[Any, ...],
 ) -> list[VerlMTError | None]:
     # In a thread: the engines answer on this loop meanwhile.
+    """Runs on the rollout's loop, because the engines answer there. Waits for a thread that publishes the weights."""
     return await asyncio.to_thread(workers.publish, Publication(version, publisher, arguments, bucket_bytes), receivers)
 
 

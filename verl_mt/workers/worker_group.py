@@ -97,15 +97,11 @@ class WorkerGroup(abc.ABC):
         """Name and whole tensor of every weight, as in the model's checkpoint, each once; see `named_weights`. Tensors
         are to be used or copied before the next one is asked for."""
 
-    def engine_hosts(self, ranks_per_engine: int, apart: tuple[int, int] | None = None) -> tuple[EngineHost, ...]:
-        """Places for engines: one for so many ranks, on their devices; none where these are this process.
-
-        Args:
-            ranks_per_engine: devices of an engine.
-            apart: (machines, devices on each) for engines that have their own instead.
+    def engine_hosts(self) -> tuple[EngineHost, ...]:
+        """Places for the engines that the configuration asks for; none where the workers are this process.
 
         Raises:
-            ConfigError: the ranks of a machine do not divide into so many, or there is no room for more.
+            ConfigError: there is no room for them.
         """
         return ()
 
@@ -173,7 +169,8 @@ class InlineWorkerGroup(WorkerGroup):
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
         """The weights are on the device meanwhile, whoever says that they may go: an engine that comes back is given
-        them in a thread of its own, perhaps in the middle of an update."""
+        them in a thread of its own, perhaps in the middle of an update. Runs in any thread. Waits for an onload or
+        offload in another one."""
         with self._lock:
             self._users += 1
         try:
@@ -214,6 +211,7 @@ class InlineWorkerGroup(WorkerGroup):
         torch.cuda.empty_cache()
 
     def offload(self) -> None:
+        """Runs in any thread. Does nothing while another thread uses the weights."""
         with self._lock:
             if not self._users:
                 offload(self.actor, self.critic)

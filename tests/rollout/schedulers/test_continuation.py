@@ -137,7 +137,7 @@ def test_ids_and_masks_that_do_not_fit_are_refused_with_both_numbers(extra, comp
 
 @pytest.mark.cap("C25")
 def test_ids_that_spell_another_text_than_the_message_are_read_and_said_once(caplog, monkeypatch):
-    monkeypatch.setattr("verl_mt.rollout.reconcile._said", set())
+    monkeypatch.setattr("verl_mt.extensions.toolbox.editing.reconcile._said", set())
     extra = lambda c: {"response_token_ids": [*c.token_ids[:-1], *ids_of("IDS")]}  # noqa: E731
     for _ in range(2):
         run = converse(Continue(lambda text: text + "TEXT", extra), [said("ab"), said("c")])

@@ -92,6 +92,8 @@ class ToolParser:
     """A call in a reasoning that the turn does not close ends the reasoning and is run, as SGLang does it for the
     models of this grammar; False: it is a thought."""
 
+    other_names: tuple[str, ...] = ()
+    """What verl, SGLang and vLLM call this parser. A hyphen may stand for an underscore."""
     stop_strings: tuple[str, ...] = ()
     """Strings that end a turn of this grammar; the engine stops after them and keeps them."""
     end_markers: tuple[str, ...] = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "</s>")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from verl_mt.chat.parsers.argument_types import parameters_of, read_argument
 from verl_mt.chat.parsers.base import FoundCalls, ToolParser, first_match, not_run, skip_space
 from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
-from verl_mt.chat.parsers.tagged import parameters_of, read_argument
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
 
 _ACTION = re.compile(r"^[ \t]*Action:[ \t]*([^\n]*)$", re.MULTILINE)

@@ -133,6 +133,7 @@ class LocalEngine(InferenceEngine):
         return self._batcher.version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Runs on the caller's loop. Waits for the engine's thread to end the turn."""
         sequence = self._sequence(request)
         sequence.future = future = asyncio.get_running_loop().create_future()
         self._post(lambda: self._batcher.submit(sequence))
@@ -145,10 +146,12 @@ class LocalEngine(InferenceEngine):
             raise
 
     async def abort(self, request_id: str) -> None:
+        """Runs on the caller's loop. Waits until the engine's thread has run it."""
         await self._command(lambda: self._batcher.abort(request_id))
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """`in_place` keeps the caches, `retract` drops them; running turns go on after `resume`. `abort` ends them."""
+        """`in_place` keeps the caches, `retract` drops them; running turns go on after `resume`. `abort` ends them.
+        Runs on the caller's loop. Waits for the step in progress."""
 
         def act() -> None:
             self._batcher.paused = True
@@ -162,6 +165,8 @@ class LocalEngine(InferenceEngine):
         await self._command(act)
 
     async def resume(self) -> None:
+        """Runs on the caller's loop. Waits until the engine's thread has run it."""
+
         def act() -> None:
             self._batcher.paused = False
 
@@ -176,6 +181,7 @@ class LocalEngine(InferenceEngine):
             await self.release_memory()
 
     async def apply(self, update: WeightUpdate) -> None:
+        """Runs on the caller's loop. Waits until the engine's thread has the weights, between two steps."""
         if isinstance(update, InPlace) and not self._weights:
             await self._command(lambda: self._batcher.set_version(update.version))
         elif isinstance(update, TensorBuckets) and self._weights:
@@ -187,18 +193,22 @@ class LocalEngine(InferenceEngine):
             raise EngineError(f"the local engine {what}")
 
     async def release_memory(self) -> None:
+        """Runs on the caller's loop. Waits until the engine's thread has freed its cache."""
         await self._command(lambda: self._batcher.drop_cache(release=True))
 
     def open_session(self, session_id: str, order: int) -> None:
         """With `deterministic`, open all sessions of a batch before the first `generate`, or a session's successor
-        before it is closed: a step starts as soon as all open sessions wait in the engine."""
+        before it is closed: a step starts as soon as all open sessions wait in the engine. Runs in any thread and waits
+        for nothing."""
         self._post(lambda: self._batcher.open(session_id, order))
 
     def close_session(self, session_id: str) -> None:
+        """Runs in any thread and waits for nothing."""
         with contextlib.suppress(EngineGoneError):  # nothing is left to free
             self._post(lambda: self._batcher.close(session_id))
 
     async def close(self) -> None:
+        """Runs on the caller's loop. Waits for the end of the engine's thread."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -227,7 +237,7 @@ class LocalEngine(InferenceEngine):
         )
 
     def _post(self, command: Callable[[], None]) -> None:
-        """Let the engine's thread run something between two steps."""
+        """Let the engine's thread run something between two steps. Runs in any thread and waits for nothing."""
         with self._wake:
             if self._gone is not None:
                 raise self._gone_again()
@@ -235,7 +245,7 @@ class LocalEngine(InferenceEngine):
             self._wake.notify()
 
     async def _command(self, command: Callable[[], None]) -> None:
-        """Run something between two steps, and wait until it has run."""
+        """Run something between two steps, and wait until it has run. Runs on the caller's loop."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def act() -> None:
@@ -249,6 +259,7 @@ class LocalEngine(InferenceEngine):
     # Runs in the engine's thread
 
     def _run(self) -> None:
+        """Runs in the engine's thread, until `close` or an error."""
         torch.set_num_threads(self._num_threads)
         error: BaseException | None = None
         try:
@@ -261,7 +272,7 @@ class LocalEngine(InferenceEngine):
         self._shut_down(error)
 
     def _turn(self) -> bool:
-        """Commands, one step, results. False = the engine is to close."""
+        """Commands, one step, results. False = the engine is to close. Runs in the engine's thread."""
         batcher = self._batcher
         commands = self._wait()
         if commands is None:
@@ -283,7 +294,7 @@ class LocalEngine(InferenceEngine):
         return True
 
     def _wait(self) -> list[Callable[[], None]] | None:
-        """What was posted since; sleeps while there is nothing to do."""
+        """What was posted since; sleeps while there is nothing to do. Runs in the engine's thread."""
         batcher = self._batcher
         with self._wake:
             while not (self._closing or self._inbox or batcher.runnable()):
@@ -298,7 +309,7 @@ class LocalEngine(InferenceEngine):
             return commands
 
     def _flush(self) -> None:
-        """Hand results over, with one wake-up per event loop."""
+        """Hand results over, with one wake-up per event loop. Runs in the engine's thread and waits for nothing."""
         batcher = self._batcher
         if not batcher.finished and not self._acks:
             return
@@ -308,7 +319,7 @@ class LocalEngine(InferenceEngine):
         _deliver(results)
 
     def _shut_down(self, error: BaseException | None) -> None:
-        """Nobody is left waiting: not who was sampled, nor who was about to ask."""
+        """Nobody is left waiting: not who was sampled, nor who was about to ask. Runs in the engine's thread, last."""
         # From here on `_post` refuses. What was posted before still runs, so that its future is among those that fail.
         with self._wake:
             if error is None:
@@ -338,7 +349,8 @@ class LocalEngine(InferenceEngine):
 
 
 def _deliver(results: Iterable[tuple[asyncio.Future[Any] | None, Any]]) -> None:
-    """Resolve futures from another thread, with one wake-up per event loop; exceptions are raised where awaited."""
+    """Resolve futures from another thread, with one wake-up per event loop; exceptions are raised where awaited. Runs
+    in the engine's thread and waits for nothing."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
     for future, result in results:
         if future is not None:

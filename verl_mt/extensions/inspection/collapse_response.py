@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_mt.config.options import read_thresholds
-from verl_mt.config.schema import TrainerConfig
+from verl_mt.config.extended import section_of
 from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import row_to_trajectory, write_rows, writing
 from verl_mt.data.temporary_files import temporary
 from verl_mt.data.trajectory import Status
 from verl_mt.diagnostics.step_metrics import tool_runs
 from verl_mt.errors import CollapseError
+from verl_mt.extensions.inspection.config import TrainerKeys, read_thresholds
 from verl_mt.extensions.inspection.diagnostics.collapse_guard import CollapseGuard
 from verl_mt.extensions.inspection.diagnostics.collapse_guard import Verdict as Finding
 from verl_mt.trainer.checkpoint import CheckpointStore, step_of
@@ -48,7 +48,7 @@ class CollapseResponse(StepHook):
 
     name = "collapse"
 
-    def __init__(self, config: TrainerConfig, run: Path, checkpoints: CheckpointStore):
+    def __init__(self, config: TrainerKeys, run: Path, checkpoints: CheckpointStore):
         self.mode = config.collapse_guard
         self._guard = CollapseGuard(read_thresholds(config.collapse_guard_thresholds))
         self._run, self._checkpoints = run, checkpoints
@@ -60,7 +60,7 @@ class CollapseResponse(StepHook):
 
     @classmethod
     def of(cls, parts: HookParts) -> CollapseResponse:
-        return cls(parts.config.trainer, parts.folder, parts.checkpoints)
+        return cls(section_of(parts.config.trainer, TrainerKeys), parts.folder, parts.checkpoints)
 
     @property
     def _acts(self) -> bool:

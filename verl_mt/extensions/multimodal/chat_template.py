@@ -210,6 +210,8 @@ class MediaProcessor:
     def __call__(self, kind: Kind, value: Any) -> MediaInput:
         """The tensors of one image or video, and how many tokens it takes; `start` is 0.
 
+        Runs in any thread and waits for nothing.
+
         Raises:
             DataError: it cannot be read.
             TemplateError: a video, and there is no video processor.

@@ -80,7 +80,7 @@ class ImageZoomInTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, image: Any = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Open the row's image.
+        """Open the row's image. Runs on the tool's loop. Waits for a thread that reads the image.
 
         Raises:
             ValueError: the row gives none.

@@ -98,6 +98,7 @@ class LocalVisionEngine(InferenceEngine):
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Runs on the rollout's loop. Waits for the engine's thread `verl_mt-local-vision`."""
         if self._is_closed:
             raise EngineGoneError("the local engine is closed")
         check_request(
@@ -125,11 +126,13 @@ class LocalVisionEngine(InferenceEngine):
             self._running.pop(request.request_id, None)
 
     async def abort(self, request_id: str) -> None:
+        """Runs on the rollout's loop and waits for nothing."""
         if request_id in self._running:
             self._running[request_id].set()
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """In whatever mode, a token that is being computed is waited for; `abort` ends the running turns."""
+        """In whatever mode, a token that is being computed is waited for; `abort` ends the running turns. Runs on the
+        rollout's loop. Waits for the token in progress, in a thread."""
         if mode == "abort":
             for ended in self._running.values():
                 ended.set()
@@ -147,6 +150,7 @@ class LocalVisionEngine(InferenceEngine):
         self._version = update.version
 
     async def close(self) -> None:
+        """Runs on the rollout's loop. Waits for the engine's thread."""
         self._is_closed = True
         for ended in self._running.values():
             ended.set()
@@ -154,10 +158,12 @@ class LocalVisionEngine(InferenceEngine):
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
     def _wait_for_step(self) -> None:
+        """Runs in a thread. Waits for the token in progress."""
         with self._step:
             pass
 
     def _turn(self, request: GenerationRequest, key: int, submitted: float, ended: threading.Event) -> GenerationOutput:
+        """Runs in the engine's thread."""
         begun = time.monotonic()
         deadline = float("inf") if request.deadline_s is None else submitted + request.deadline_s
         turn = _VisionTurn(self._module, request, key)

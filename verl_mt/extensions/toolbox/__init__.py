@@ -1,1 +1,1 @@
-"""Tools beyond a function: sandbox, search, MCP, judge, simulated user, agents behind an endpoint."""
+"""Tools beyond a function: sandbox, search, MCP, judge, simulated user, agents at an endpoint, editable sessions."""

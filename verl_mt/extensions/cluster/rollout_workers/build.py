@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.rollout_workers.links import Link, ProcessLink
 from verl_mt.extensions.cluster.rollout_workers.pool import RolloutPool
 from verl_mt.extensions.cluster.rollout_workers.worker import WorkerSetup, here
@@ -51,8 +52,8 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
 def num_workers(config: Config, runner: RolloutRunner) -> int:
     """As many as are asked for; else, on Ray, one for every eight replicas of an engine that workers can ask."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.num_workers is not None:
-        return rollout.num_workers
+    if (asked := keys_of(rollout).num_workers) is not None:
+        return asked
     if config.trainer.placement != "ray" or rollout.mode == "sync" or runner.context.engine.branch() is None:
         return 0
     replicas = int(runner.context.engine.metrics().get("rollout/replicas", 1))

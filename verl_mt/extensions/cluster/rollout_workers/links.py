@@ -32,11 +32,12 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def send(self, message: tuple[Any, ...]) -> None:
-        """Say something; never waits. To a process that is gone nothing can be said, and `receive` says so."""
+        """Say something; never waits. To a process that is gone nothing can be said, and `receive` says so. Runs on the
+        rollout's loop."""
 
     @abc.abstractmethod
     async def receive(self) -> tuple[Any, ...]:
-        """What it says next.
+        """What it says next. Runs on the rollout's loop. Waits for the worker's process.
 
         Raises:
             WorkerGone: nothing any more.
@@ -44,7 +45,8 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     async def end(self, grace_s: float) -> None:
-        """Let it end by itself within `grace_s` seconds, or end it. Idempotent; never raises."""
+        """Let it end by itself within `grace_s` seconds, or end it. Idempotent; never raises. Runs on the rollout's
+        loop. Waits for the worker's process."""
 
 
 class ProcessLink(Link):
@@ -87,12 +89,14 @@ class ProcessLink(Link):
         self._outbox.put(message)
 
     async def receive(self) -> tuple[Any, ...]:
+        """Runs on the rollout's loop. Waits for the reading thread."""
         message = await self._inbox.get()
         if message is None:
             raise WorkerGone(await asyncio.to_thread(self._how))
         return message
 
     async def end(self, grace_s: float) -> None:
+        """Runs on the rollout's loop. Waits for the process, in a thread."""
         if not self._ended:
             self._ended = True
             self.send(("end",))
@@ -100,18 +104,22 @@ class ProcessLink(Link):
             await asyncio.to_thread(self._end, grace_s)
 
     def _read(self) -> None:
-        """A thread; it ends with the process. A message that was cut off by the process's end is none."""
+        """Runs in the reading thread, until the process ends. Waits for the worker's socket.
+
+        A message that was cut off by the process's end is none.
+        """
         with contextlib.suppress(EOFError, OSError):
             while True:
                 self._tell(pickle.loads(self._connection.recv_bytes()))
         self._tell(None)
 
     def _tell(self, message: tuple[Any, ...] | None) -> None:
+        """Runs in the reading or the writing thread and waits for nothing."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
 
     def _write(self) -> None:
-        """A thread."""
+        """Runs in the writing thread. Waits for messages, and for room in the worker's socket."""
         try:
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
@@ -122,7 +130,8 @@ class ProcessLink(Link):
             self._tell(("failed", WorkerError(f"a rollout worker cannot be told {what!r}: {error_text(error)}")))
 
     def _how(self) -> str:
-        """How the process ended; one that only hung up is ended."""
+        """How the process ended; one that only hung up is ended. Runs in a thread. Waits for the process, at most
+        `_DYING_S`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_DYING_S)
         code = self._process.poll()
@@ -131,6 +140,7 @@ class ProcessLink(Link):
         return f"process {self.pid} " + (f"got {signal.Signals(-code).name}" if code < 0 else f"exited with {code}")
 
     def _end(self, grace_s: float) -> None:
+        """Runs in a thread. Waits for the process and both threads."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if grace_s:
                 self._process.wait(grace_s)

@@ -33,7 +33,8 @@ class WorkerActor:
         self._num_heard = 0
 
     async def tell(self, number: int, message: bytes) -> None:
-        """What the pool says, numbered from 0: calls of an actor with an event loop may begin in another order."""
+        """What the pool says, numbered from 0: calls of an actor with an event loop may begin in another order. Runs on
+        the actor's loop and waits for nothing."""
         if self._inbox is None:
             self._inbox = asyncio.Queue()
             self._life = asyncio.ensure_future(live(self._inbox, self._sender(asyncio.get_running_loop())))
@@ -43,19 +44,20 @@ class WorkerActor:
             self._inbox.put_nowait(pickle.loads(following))
 
     async def hear(self) -> list[bytes]:
-        """What the worker has to say, as soon as there is something."""
+        """What the worker has to say, as soon as there is something. Runs on the actor's loop. Waits for the worker."""
         said = [await self._outbox.get()]
         while not self._outbox.empty():
             said.append(self._outbox.get_nowait())
         return said
 
     async def over(self) -> None:
-        """Return when it has closed all that it opened."""
+        """Return when it has closed all that it opened. Runs on the actor's loop."""
         if self._life is not None:
             await self._life
 
     def _sender(self, loop: asyncio.AbstractEventLoop) -> Any:
         def send(message: tuple[Any, ...]) -> None:
+            """Runs in any thread of the actor and waits for nothing."""
             try:
                 frame = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             except Exception as error:
@@ -84,6 +86,7 @@ class RayLink(Link):
         return self._actor
 
     def send(self, message: tuple[Any, ...]) -> None:
+        """Runs on the rollout's loop and waits for nothing."""
         if self._ended or not ray.is_initialized():
             return
         try:
@@ -95,6 +98,7 @@ class RayLink(Link):
         self._num_said += 1
 
     async def receive(self) -> tuple[Any, ...]:
+        """Runs on the rollout's loop. Waits for the actor, by Ray."""
         if self._refused is not None:
             return "failed", self._refused
         while not self._heard:
@@ -106,6 +110,7 @@ class RayLink(Link):
         return pickle.loads(self._heard.pop(0))
 
     async def end(self, grace_s: float) -> None:
+        """Runs on the rollout's loop. Waits for the actor, at most `grace_s`."""
         if self._ended or not ray.is_initialized():
             return
         self.send(("end",))
@@ -117,4 +122,5 @@ class RayLink(Link):
         await self._answers.last()
 
     def _call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Runs on the rollout's loop and waits for nothing."""
         return self._answers.to(getattr(self._actor, method).remote(*args))

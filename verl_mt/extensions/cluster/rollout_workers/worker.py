@@ -164,7 +164,8 @@ class Worker:
         return replace(prompt, toolset=tools)
 
     async def _run(self, run: _Run, position: int, prompt: Prompt, shows_tools: bool) -> None:
-        """Roll a group out and say what came of it."""
+        """Roll a group out and say what came of it. Runs on the worker's loop. Waits for the group, then for a thread
+        that packs it."""
         name = run.plan.name
         heard = _Findings(self._runner.context.sanity)
         runner = replace(self._runner, context=replace(self._runner.context, sanity=heard))
@@ -300,6 +301,7 @@ class SaidLogs(logging.Handler):
         self._send_log = send
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Runs in any thread and waits for nothing."""
         self._send_log(("log", record.name, record.levelno, printable(record.getMessage(), MAX_PAGE_CHARACTERS)))
 
     @classmethod
@@ -316,7 +318,7 @@ def here() -> tuple[str, float]:
 
 
 async def live(inbox: asyncio.Queue[tuple[Any, ...]], send: Send) -> None:
-    """From the first message, the setup, to the last."""
+    """From the first message, the setup, to the last. Runs on the worker's loop. Waits for messages."""
     _, setup, news = await inbox.get()
     SaidLogs.instead(send)
     try:
@@ -332,7 +334,8 @@ async def live(inbox: asyncio.Queue[tuple[Any, ...]], send: Send) -> None:
 
 
 def _reading(connection: Connection, tell: Callable[[tuple[Any, ...]], object]) -> None:
-    """A thread: messages to the event loop; without a trainer there is nothing more to do."""
+    """Runs in a thread of the worker. Waits for the trainer's messages, and hands them to the worker's loop. Ends the
+    process when the trainer is gone."""
     try:
         while True:
             tell(pickle.loads(connection.recv_bytes()))
@@ -343,7 +346,8 @@ def _reading(connection: Connection, tell: Callable[[tuple[Any, ...]], object]) 
 
 
 def _writing(connection: Connection, outbox: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
-    """A thread: messages to the trainer, which is gone if they cannot be sent."""
+    """Runs in a thread of the worker. Waits for messages to the trainer, and for room in the socket. Ends when the
+    trainer is gone."""
     with contextlib.suppress(OSError):
         while (message := outbox.get()) is not None:
             try:
@@ -354,6 +358,7 @@ def _writing(connection: Connection, outbox: queue.SimpleQueue[tuple[Any, ...] |
 
 
 async def _serve(number: int) -> None:
+    """Runs on the worker's loop, until the trainer says `end`. Waits for the writing thread at last."""
     connection, loop = Connection(number), asyncio.get_running_loop()
     inbox: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()

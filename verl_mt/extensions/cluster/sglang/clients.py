@@ -125,7 +125,7 @@ class Client(abc.ABC):
         return self._reason is not None
 
     async def wait_gone(self) -> str:
-        """Return, with the reason, when the engine has gone away."""
+        """Return, with the reason, when the engine has gone away. Runs on the client's loop."""
         await self._gone.wait()
         return self._reason or ""
 
@@ -148,7 +148,8 @@ class Client(abc.ABC):
             raise self._gone_error() from None
 
     async def _unless_gone(self, call: Coroutine[Any, Any, T]) -> T:
-        """Its result; or the news that the engine is gone, if that comes first."""
+        """Its result; or the news that the engine is gone, if that comes first. Runs on the client's loop. Waits for
+        the engine."""
         answer, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,6 +178,7 @@ class _OnLoop:
     loop: asyncio.AbstractEventLoop
 
     def __call__(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        """Runs in a thread that publishes weights. Waits for the answer, on the client's loop."""
         asyncio.run_coroutine_threadsafe(self.client.call(name, body, timeout_s), self.loop).result()
 
 
@@ -210,6 +212,8 @@ class ColocatedClient(Client):
     async def launch(self, earlier: ProcessGroup | None = None) -> ProcessGroup:
         """Begin to start; returns whom to end if this process cannot any more.
 
+        Runs on the client's loop. Waits for the end of `earlier`, in a thread.
+
         Args:
             earlier: of an engine that had the same devices. Who held it was killed and could not end it: it is ended
                 before this one begins.
@@ -226,6 +230,7 @@ class ColocatedClient(Client):
         return ProcessGroup.of(self._process)
 
     async def start(self, timeout_s: float) -> None:
+        """Runs on the client's loop. Waits for the engine's process to load the model."""
         if self._process is None:
             await self.launch()
         assert self._process is not None and self._reader is not None
@@ -261,6 +266,7 @@ class ColocatedClient(Client):
                 future.set_exception(self._gone_error())
 
     async def stop(self) -> None:
+        """Runs on the client's loop. Waits for the end of the process, in a thread."""
         expected = self._reason is None
         self.give_up("it was closed")
         if self._reading is not None:
@@ -272,6 +278,7 @@ class ColocatedClient(Client):
 
     async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         # Without this check a question asked just after a death would wait for ever: nobody reads answers any more.
+        """Runs on the client's loop. Waits for `_read` to get the answer."""
         if self._reason is not None or self._writer is None:
             raise self._gone_error()
         self._number += 1
@@ -285,6 +292,7 @@ class ColocatedClient(Client):
             del self._waiting[number]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Runs on the client's loop. Waits for frames of the engine's process, until it is gone."""
         while (frame := await read_frame(reader)) is not None:
             number, kind, result = frame
             future = self._waiting.get(number)
@@ -516,6 +524,7 @@ class LaunchedServer(HttpClient):
         return None if self._process is None else self._process.pid
 
     async def start(self, timeout_s: float) -> None:
+        """Runs on the client's loop. Waits for the server to load the model."""
         port = self.url.rpartition(":")[2]
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
         reading, self._lifeline = os.pipe()
@@ -540,6 +549,7 @@ class LaunchedServer(HttpClient):
         self.pristine = True
 
     async def wait_gone(self) -> str:
+        """Runs on the client's loop. Waits for the end of the process."""
         assert self._process is not None
         while not self._process.ended and self._reason is None:
             with contextlib.suppress(TimeoutError):
@@ -549,6 +559,7 @@ class LaunchedServer(HttpClient):
         return await super().wait_gone()
 
     async def stop(self) -> None:
+        """Runs on the client's loop. Waits for the end of the process, in a thread."""
         expected = self._reason is None
         self._reserved.close()
         await super().stop()

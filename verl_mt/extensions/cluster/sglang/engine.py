@@ -30,6 +30,7 @@ from verl_mt.engines.base import (
     check_request,
 )
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, VerlMTError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.sglang import shared_memory
 from verl_mt.extensions.cluster.sglang.buckets import verify
 from verl_mt.extensions.cluster.sglang.clients import (
@@ -42,6 +43,7 @@ from verl_mt.extensions.cluster.sglang.clients import (
 )
 from verl_mt.extensions.cluster.sglang.options import (
     SGLangOptions,
+    check_devices,
     check_launched,
     check_rollout,
     is_local,
@@ -105,8 +107,10 @@ class SGLangEngine(InferenceEngine):
             raise ConfigError(
                 "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
             )
-        rollout = config.rollout
-        check_rollout(rollout)
+        rollout = keys_of(config.rollout)
+        check_rollout(config.rollout)
+        if trainer.placement == "inline":
+            check_devices(config.rollout)
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
         if trainer.steps_ahead and on_gpu and rollout.placed == "colocated" and rollout.free_cache_engine:
             raise ConfigError(
@@ -115,7 +119,7 @@ class SGLangEngine(InferenceEngine):
                 "leave it its memory (rollout.free_cache_engine=False), or set max_staleness=0"
             )
         if trainer.placement != "ray":
-            check_launched(rollout, trainer.device)
+            check_launched(config.rollout, trainer.device)
         elif trainer.nnodes > 1 and (here := [url for url in rollout.servers if is_local(url)]):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.servers: {', '.join(here)} is another machine to each of the "
@@ -126,7 +130,8 @@ class SGLangEngine(InferenceEngine):
 
     @classmethod
     def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
-        apart = rollout.placed != "colocated" and rollout.weight_transport != "disk"
+        keys = keys_of(rollout)
+        apart = keys.placed != "colocated" and keys.weight_transport != "disk"
         return nccl_environment(rollout.engine_kwargs) if apart else {}
 
     @classmethod
@@ -144,7 +149,7 @@ class SGLangEngine(InferenceEngine):
     def __init__(self, options: SGLangOptions):
         if not options.servers:
             require_sglang()
-        self._options = options
+        self._options, self.weights_folder = options, options.weights_folder
         self._shape: ModelShape | None = None
         # Ranks elsewhere reach hosts and servers; an engine beside this process is reached from here.
         by_memory = {"tensor_buckets"} | ({"from_ranks"} if options.hosts or options.servers else set())
@@ -235,7 +240,8 @@ class SGLangEngine(InferenceEngine):
         self._resumed.set()
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Turns that are being sampled go on with the new weights, and recompute their caches with them."""
+        """Turns that are being sampled go on with the new weights, and recompute their caches with them. Runs on the
+        rollout's loop. Waits for all engines that serve."""
         if not isinstance(update, TensorBuckets | Disk | FromRanks):
             raise EngineError(
                 f"the SGLang engine takes FromRanks, TensorBuckets and Disk updates, got {type(update).__name__}; an "
@@ -356,6 +362,7 @@ class SGLangEngine(InferenceEngine):
             client.give_up(reason)
 
     async def close(self) -> None:
+        """Runs on the rollout's loop. Waits for all engines, and for a thread that frees shared memory."""
         self._closed.set()
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -372,6 +379,7 @@ class SGLangEngine(InferenceEngine):
     # Starting and weights
 
     async def _start(self) -> None:
+        """Runs on the rollout's loop. Waits for a thread that reads the model's shape, then for the engines."""
         options = self._options
         self._shape = await asyncio.to_thread(
             model_shape, options.model_path, revision=options.revision, trust_remote_code=options.trust_remote_code

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.config import keys_of
 
 _KEY = "actor_rollout_ref.rollout"
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
@@ -73,6 +75,8 @@ class SGLangOptions:
     hosts: tuple[EngineHost, ...] = ()
     """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
     transport: str = "auto"
+    weights_folder: Path | None = None
+    """Of the transport `disk`; None = in the run directory."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -88,7 +92,7 @@ class SGLangOptions:
         """Raises:
         ConfigError: engine arguments that other keys decide, or no length.
         """
-        model, rollout = config.model, config.rollout
+        model, rollout, keys = config.model, config.rollout, keys_of(config.rollout)
         check_rollout(rollout)
         if max_model_len is None:
             raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
@@ -101,14 +105,15 @@ class SGLangOptions:
             max_model_len=max_model_len,
             end_token_ids=frozenset(end_token_ids),
             max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            memory_share=rollout.gpu_memory_utilization,
-            free_cache=rollout.free_cache_engine,
+            tensor_parallel_size=keys.tensor_model_parallel_size,
+            memory_share=keys.gpu_memory_utilization,
+            free_cache=keys.free_cache_engine,
             seed=seed,
             timeout_s=rollout.engine_timeout_s,
-            servers=tuple(url.rstrip("/") for url in rollout.servers),
-            num_launched=rollout.launch_servers,
-            transport=rollout.weight_transport,
+            servers=tuple(url.rstrip("/") for url in keys.servers),
+            num_launched=keys.launch_servers,
+            transport=keys.weight_transport,
+            weights_folder=None if keys.weight_sync_dir is None else Path(keys.weight_sync_dir),
             engine_kwargs=dict(rollout.engine_kwargs),
             hosts=hosts,
         )
@@ -199,7 +204,8 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_KEY}.launch_servers"
         )
     unguarded = [name for name in _WITHOUT_KEY if rollout.engine_kwargs.get(name) not in (None, 1)]
-    if rollout.launch_servers and unguarded:
+    keys = keys_of(rollout)
+    if keys.launch_servers and unguarded:
         raise ConfigError(
             f"{_KEY}.engine_kwargs.{unguarded[0]} is set: a launched server answers only requests with the random key "
             f"that verl_mt gives it, and {unguarded[0]} replaces or bypasses that key. Remove {unguarded[0]}, or start "
@@ -210,10 +216,10 @@ def check_rollout(rollout: RolloutConfig) -> None:
             f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
             "trainer's are behind it; unset it"
         )
-    far = [url for url in rollout.servers if rollout.weight_transport in ("tensors", "copy") and not is_local(url)]
+    far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
     if far:
         raise ConfigError(
-            f"{_KEY}.weight_transport={rollout.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
+            f"{_KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
             "use broadcast or disk"
         )
 
@@ -241,18 +247,33 @@ def check_launched(rollout: RolloutConfig, device: str) -> None:
     Raises:
         ConfigError: there are not as many.
     """
-    gpus = torch.cuda.device_count()
-    if not rollout.launch_servers or not gpus:
+    gpus, keys = torch.cuda.device_count(), keys_of(rollout)
+    if not keys.launch_servers or not gpus:
         return
     trains_there = device != "cpu" and "base_gpu_id" not in rollout.engine_kwargs
-    needed = rollout.launch_servers * rollout.tensor_model_parallel_size + trains_there
+    needed = keys.launch_servers * keys.tensor_model_parallel_size + trains_there
     if gpus < needed:
         beside = ", with the one that trains," if trains_there else ""
         raise ConfigError(
-            f"{_KEY}.launch_servers={rollout.launch_servers} with tensor_model_parallel_size="
-            f"{rollout.tensor_model_parallel_size} needs {needed} GPUs{beside} on this machine, "
+            f"{_KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
+            f"{keys.tensor_model_parallel_size} needs {needed} GPUs{beside} on this machine, "
             f"which has {gpus}; launch fewer, start servers on other machines and name them in {_KEY}.servers, or say "
             f"which they share: {_KEY}.engine_kwargs={{base_gpu_id: 0}}"
+        )
+
+
+def check_devices(rollout: RolloutConfig) -> None:
+    """An engine beside the trainer's process lives on this machine.
+
+    Raises:
+        ConfigError: it has not as many GPUs.
+    """
+    keys, gpus = keys_of(rollout), torch.cuda.device_count()
+    if keys.placed == "colocated" and 0 < gpus < keys.tensor_model_parallel_size:
+        raise ConfigError(
+            f"{_KEY}.tensor_model_parallel_size={keys.tensor_model_parallel_size}, but this machine has {gpus} GPU(s), "
+            f"and an engine with trainer.placement=inline lives on this machine: give at most {gpus}, or name servers "
+            "elsewhere (rollout.servers)"
         )
 
 

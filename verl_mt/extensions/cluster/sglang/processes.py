@@ -126,7 +126,8 @@ class ChildProcess:
         shared_memory.mark_group(self.pid)
 
     def end(self, wait_s: float, *, keep_log: bool = False) -> None:
-        """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent."""
+        """Give it `wait_s` seconds to end by itself, then kill it; kill what it left behind. Blocks; idempotent. Runs
+        in any thread."""
         with self._ending:
             if self._is_over:
                 return
@@ -169,7 +170,7 @@ class ProcessGroup:
         return cls(_machine(), process.pid, shared_memory.began(process.pid))
 
     def end(self) -> None:
-        """Kill what is left of it, if it was on this machine, and wait until that is gone. Blocks."""
+        """Kill what is left of it, if it was on this machine, and wait until that is gone. Runs in any thread."""
         # A number is not given anew while the group has a member, with or without its leader.
         if self.machine != _machine() or shared_memory.began(self.pid) not in (None, self.begun):
             return
@@ -220,7 +221,7 @@ def encode(message: Any) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Any:
-    """The next message; None when the other end is closed."""
+    """The next message; None when the other end is closed. Runs on the reader's loop. Waits for the other process."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return pickle.loads(await reader.readexactly(length))
@@ -229,7 +230,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
 
 
 def read_blocking(connection: socket.socket) -> Any:
-    """The next message, for a process that has no event loop yet.
+    """The next message, for a process that has no event loop yet. Waits for the other process.
 
     Raises:
         EOFError: the other end is closed.
@@ -239,6 +240,7 @@ def read_blocking(connection: socket.socket) -> Any:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
+    """Waits for the other process."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
@@ -293,7 +295,7 @@ class EngineHost:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Until the other end closes."""
+        """Until the other end closes. Runs on the loop of the engine's process."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         # Calls overlap: an abort must get through while the request that it ends is being answered.
         while (frame := await read_frame(reader)) is not None:
@@ -302,6 +304,7 @@ class EngineHost:
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, name: str, body: dict[str, Any]) -> None:
+        """Runs on the loop of the engine's process. Waits for SGLang."""
         answer: tuple[int, str, Any]
         try:
             answer = (number, "ok", await self._call(name, body))
@@ -330,6 +333,8 @@ def fork_children(descriptor: int) -> None:
     """SGLang's own processes begin as copies of this one, with all that it has imported; SGLang would have each of them
     import it all again. Not with a GPU, whose state no copy may use.
 
+    Runs in the engine's process, before SGLang starts its own.
+
     Args:
         descriptor: closed in the copies. Its other end is to learn of this process's end, whatever they do.
     """
@@ -344,7 +349,8 @@ def fork_children(descriptor: int) -> None:
 
 
 def hold_engine(descriptor: int) -> None:
-    """Start the engine that the first frame describes, and serve."""
+    """Start the engine that the first frame describes, and serve. Runs in the main thread of the engine's process,
+    until the trainer closes the socket."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     arguments = read_blocking(connection)
@@ -372,6 +378,7 @@ def hold_engine(descriptor: int) -> None:
 
 
 def _end_with(descriptor: int) -> None:
+    """Runs in a thread of the server's process. Waits for the end of the pipe, then kills the process group."""
     os.read(descriptor, 1)
     # The process was started as the leader of a group of its own: this ends SGLang's processes too.
     os.killpg(os.getpgid(0), signal.SIGKILL)
@@ -387,7 +394,7 @@ class Secret(str):
 
 
 def serve_http(descriptor: int, words: list[str]) -> None:
-    """Serve until killed."""
+    """Serve until killed. Runs in the main thread of the server's process."""
     os.set_inheritable(descriptor, False)
     key = Secret(os.read(descriptor, 4096).decode())  # written whole before this process began
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()

@@ -61,6 +61,8 @@ class BucketPublisher(WeightPublisher):
         """Send all of them to all engines, which are in a weight update already, and stay in it. One that goes away, or
         refuses, is left out from then on.
 
+        Runs in a thread of the trainer or in the main thread of a rank. Waits for the engines, each in a thread.
+
         Raises:
             EngineError: a tensor that does not fit the model.
         """
@@ -114,6 +116,9 @@ class WeightBroadcaster(WeightPublisher):
         """Send all of them to all engines, which are in a weight update already, and stay in it. An engine that goes
         away breaks the broadcast off for all.
 
+        Runs in a thread of the trainer or in the main thread of a rank. Waits for the broadcasts and for the engines,
+        each in a thread.
+
         Raises:
             EngineError: a tensor that does not fit the model.
         """
@@ -136,11 +141,13 @@ class WeightBroadcaster(WeightPublisher):
         return [None] * len(receivers)
 
     def _broadcast(self, buffer: Tensor) -> None:
+        """Waits for all engines of the group."""
         self._group.broadcast(buffer, 0).wait()
         if buffer.device.type == "cuda":
             torch.cuda.synchronize(buffer.device)
 
     def _join(self, threads: ThreadPoolExecutor, receivers: list[Receiver]) -> None:
+        """Waits for all engines to join the group."""
         self._leave(threads, self._timeout_s)
         on_gpu = torch.cuda.is_available() and all(receiver.on_gpu for receiver in receivers)
         backend = "nccl" if on_gpu else "gloo"
@@ -170,7 +177,8 @@ class WeightBroadcaster(WeightPublisher):
         _raise_broken(asked, None)
 
     def _leave(self, threads: ThreadPoolExecutor, timeout_s: float) -> None:
-        """Engines that are still there forget the group; so does this process."""
+        """Engines that are still there forget the group; so does this process. Waits for the engines, at most
+        `timeout_s`."""
         body = {"group_name": self._name}
         asked = [
             threads.submit(receiver.call, "destroy_weights_update_group", body, timeout_s) for receiver in self._members
@@ -183,7 +191,7 @@ class WeightBroadcaster(WeightPublisher):
             dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Leave the group, and give the buffers back. Idempotent."""
+        """Leave the group, and give the buffers back. Idempotent. Waits for the engines, at most `_LEAVE_S`."""
         if self._members:
             with ThreadPoolExecutor(len(self._members)) as threads:
                 self._leave(threads, _LEAVE_S)
@@ -192,6 +200,7 @@ class WeightBroadcaster(WeightPublisher):
     def _ask(
         self, threads: ThreadPoolExecutor, name: str, bodies: Mapping[Receiver, dict[str, Any]]
     ) -> dict[Receiver, Future[None]]:
+        """Waits for nothing: each engine is asked in a thread."""
         return {
             receiver: threads.submit(receiver.call, name, body, self._timeout_s) for receiver, body in bodies.items()
         }
@@ -248,7 +257,7 @@ def _progress(version: int, is_last: bool) -> dict[str, Any]:
 
 
 def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Where the members meet; the port is taken here, and the others are told which one it is.
+    """Where the members meet; the port is taken here, and the others are told which one it is. Waits for nothing.
 
     Args:
         address: of this machine, as the others reach it.
@@ -259,6 +268,8 @@ def _open_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 def _join_as_first(store: dist.Store, name: Any, world_size: int, backend: str, timeout_s: float) -> Any:
     """The group, once all others have joined it; this process is its rank 0.
+
+    Waits for the other members, at most `timeout_s`.
 
     Args:
         backend: `gloo`, or `nccl` where both sides have GPUs.

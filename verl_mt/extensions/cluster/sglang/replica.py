@@ -107,7 +107,7 @@ class Replica:
         return self._failure is not None
 
     async def ready(self, timeout_s: float | None) -> Client:
-        """The engine, once it serves.
+        """The engine, once it serves. Runs on the rollout's loop.
 
         Raises:
             EngineGoneError: it does not in time, or will not any more.

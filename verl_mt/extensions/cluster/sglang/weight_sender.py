@@ -191,7 +191,7 @@ class PublishesHere:
         receivers: Sequence[Receiver],
         url: str,
     ) -> list[VerlMTError | None]:
-        """See `FromRanks`.
+        """See `FromRanks`. Runs on the rollout's loop. Waits for a thread that publishes, one update at a time.
 
         Args:
             publisher: the class.
@@ -202,6 +202,7 @@ class PublishesHere:
         """
 
         def here() -> list[VerlMTError | None]:
+            """Runs in a thread. Waits for another update, then for the engines."""
             with self._lock:
                 try:
                     made = self._publishers.get(publisher, arguments, _own_address(url))
@@ -213,10 +214,12 @@ class PublishesHere:
         return await asyncio.to_thread(here)
 
     async def close(self) -> None:
-        """Leave the process groups; one whose update hangs ends with this process."""
+        """Leave the process groups; one whose update hangs ends with this process. Runs on the rollout's loop. Waits
+        for a thread, at most `_LEAVE_S` for an update in progress."""
         await asyncio.to_thread(self._leave)
 
     def _leave(self) -> None:
+        """Runs in a thread. Waits for an update in progress, at most `_LEAVE_S`."""
         if self._lock.acquire(timeout=_LEAVE_S):
             try:
                 self._publishers.close()

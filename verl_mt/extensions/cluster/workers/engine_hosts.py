@@ -32,7 +32,8 @@ class Answers:
         self._pending: set[asyncio.Future[Any]] = set()
 
     def to(self, reference: Any) -> asyncio.Future[Any]:
-        """What the call of this reference returns."""
+        """What the call of this reference returns. Runs on the rollout's loop and waits for nothing: Ray resolves the
+        future."""
         answer = asyncio.wrap_future(reference.future())
         self._pending.add(answer)
         answer.add_done_callback(self._came_back)
@@ -40,7 +41,7 @@ class Answers:
 
     async def last(self) -> None:
         """Wait for the calls of an actor that was ended, also for those that nobody waits for any more: Ray ends this
-        process if one comes back after its shutdown."""
+        process if one comes back after its shutdown. Runs on the rollout's loop."""
         if self._pending:
             await asyncio.wait(self._pending, timeout=_LAST_ANSWERS_S)
 
@@ -61,6 +62,7 @@ class Resident:
         self._object = load_object(path, what="an engine beside the ranks")(*args)
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Runs on the actor's loop. Waits for the engine."""
         return await getattr(self._object, method)(*args)
 
 
@@ -86,6 +88,7 @@ class RayHost(EngineHost):
         self._answers = Answers()
 
     async def make(self, path: str, *args: Any) -> None:
+        """Runs on the rollout's loop. Waits for the new actor."""
         await self.end()
 
         def submit() -> Any:
@@ -95,6 +98,7 @@ class RayHost(EngineHost):
         await self._result(submit)
 
     async def call(self, method: str, *args: Any) -> Any:
+        """Runs on the rollout's loop. Waits for the actor."""
         if self.resident is None:
             raise EngineGoneError(f"nothing runs beside {self.name}")
         return await self._result(lambda: self.resident.call.remote(method, args))
@@ -105,6 +109,7 @@ class RayHost(EngineHost):
         return Ask(self.resident)
 
     async def end(self) -> None:
+        """Runs on the rollout's loop. Waits for calls that are still out, at most `_LAST_ANSWERS_S`."""
         resident, self.resident = self.resident, None
         if resident is not None and ray.is_initialized():
             with contextlib.suppress(RayError):
@@ -133,7 +138,9 @@ class Ask:
     resident: Any
 
     def __call__(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Raises:
+        """Runs in a rank. Waits for the engine's actor, at most `timeout_s`.
+
+        Raises:
         EngineError: see `EngineHost.call`.
         """
         try:
@@ -146,6 +153,8 @@ class Ask:
 
     async def later(self, method: str, *args: Any) -> Any:
         """The same for an event loop, in a process of Ray's.
+
+        Runs on the loop of another actor. Waits for the engine's actor.
 
         Raises:
             EngineError: see `EngineHost.call`.

@@ -73,7 +73,9 @@ def cuda_index(gpus: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 class RankWorker:
-    """Made in each process, then `start`ed with the address that rank 0 gave."""
+    """Made in each process, then `start`ed with the address that rank 0 gave. Methods run in the main thread of a
+    rank's process. `RayWorkerGroup` calls them on all ranks in one order, because their collectives wait for all ranks.
+    """
 
     actor: ActorWorker
     ref: RefWorker | None
@@ -103,7 +105,7 @@ class RankWorker:
         return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
 
     def start(self, address: str, patience_s: float) -> tuple[int, int]:
-        """Join the others and load the models.
+        """Join the others and load the models. Waits for all ranks.
 
         Args:
             address: of rank 0.
@@ -175,6 +177,8 @@ class RankWorker:
     @torch.no_grad()
     def publish(self, update: Publication, receivers: Mapping[int, Sequence[Receiver]]) -> list[VerlMTError | None]:
         """Give the weights to the engines that get them from this rank; see `FromRanks`.
+
+        Waits for all ranks that gather weights, and for the engines of this rank.
 
         Args:
             update: what is given, and how.

@@ -21,7 +21,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_mt import engines
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.errors import ConfigError, NoRoomError, PluginError, error_text
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.workers.setup import Placement, WorkerSetup
 
 _log = logging.getLogger(__name__)
@@ -145,7 +147,8 @@ def _held(value: Any) -> ItemsView[str, Any]:
 
 
 def silent_cluster(address: str) -> str | None:
-    """`host:port` of `cluster_address` where nobody listens. None = somebody does, or there is nothing to ask."""
+    """`host:port` of `cluster_address` where nobody listens. None = somebody does, or there is nothing to ask. Runs in
+    the trainer's main thread. Waits for the connection."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():
         return None  # local, or an address that Ray resolves
@@ -173,10 +176,18 @@ def resolve_device(setup: WorkerSetup) -> WorkerSetup:
 def apart(setup: WorkerSetup) -> tuple[int, dict[str, float]] | None:
     """(machines, what each must have) for engines with devices of their own; None = there are none."""
     rollout = setup.config.rollout
-    if rollout.devices_apart is None or not engines.lives_beside_ranks(rollout.name):
+    devices = keys_of(rollout).devices_apart
+    if devices is None or not engines.lives_beside_ranks(rollout.name):
         return None
-    machines, on_each = rollout.devices_apart
+    machines, on_each = devices
     return machines, bundle(setup, on_each)
+
+
+def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Distributions that every machine of a worker group needs for its engines, in one version."""
+    if keys_of(rollout).placed == "servers" or not engines.lives_beside_ranks(rollout.name):
+        return ()
+    return engines.packages_of(rollout.name)
 
 
 def usable(setup: WorkerSetup) -> list[dict[str, Any]]:
@@ -234,6 +245,8 @@ def _wanted(needed: Mapping[str, float]) -> str:
 
 def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, Any]]) -> None:
     """Compare this process's Python and packages with those of the cluster's machines.
+
+    Runs in the trainer's main thread. Waits for a task on each machine, at most `_ASKING_TIMEOUT_S`.
 
     The build of a version (what stands behind its `+`: CPU, CUDA) may differ: a trainer needs no GPU.
 

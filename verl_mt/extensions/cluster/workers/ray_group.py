@@ -27,11 +27,13 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.workers.engine_hosts import RayHost, how_it_ended
 from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
 from verl_mt.extensions.cluster.workers.ray_cluster import (
     bundle,
     connect,
+    packages_on_machines,
     require_room,
     require_same_versions,
     require_travel,
@@ -67,6 +69,9 @@ _SENT = (
 class RayWorkerGroup(WorkerGroup):
     """`trainer.nnodes` x `trainer.n_workers_per_node` ranks.
 
+    Methods run in the trainer's main thread, or in a thread that publishes weights. They wait for the ranks' processes,
+    by Ray.
+
     Raises:
         ConfigError: the cluster has not the machines, CPUs or GPUs for it, or the model cannot be loaded.
         PluginError: an object of a Python call that cannot be sent to the ranks.
@@ -76,7 +81,7 @@ class RayWorkerGroup(WorkerGroup):
     def __init__(self, setup: WorkerSetup):
         placement, rollout = setup.placement, setup.config.rollout
         require_travel(placement.objects)
-        machines, on_each = rollout.devices_apart or (0, 0)
+        machines, on_each = keys_of(rollout).devices_apart or (0, 0)
         self._ours = connect(placement, machines * on_each)
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
@@ -97,7 +102,7 @@ class RayWorkerGroup(WorkerGroup):
         try:
             self._setup = resolve_device(setup)
             require_room(self._setup)
-            require_same_versions(("verl_mt", "torch", *engines.packages_on_machines(rollout)), usable(self._setup))
+            require_same_versions(("verl_mt", "torch", *packages_on_machines(rollout)), usable(self._setup))
             engine = rollout.name
             self._patience_s = setup.patience_s
             if self._setup.device == "cuda" and engines.samples_from_policy(engine):
@@ -169,10 +174,10 @@ class RayWorkerGroup(WorkerGroup):
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         return self._weights(converted=True)
 
-    def engine_hosts(self, ranks_per_engine: int, apart: tuple[int, int] | None = None) -> tuple[EngineHost, ...]:
-        self._hosts = [
-            *(self._hosts_beside(ranks_per_engine) if apart is None else self._hosts_apart(ranks_per_engine, *apart))
-        ]
+    def engine_hosts(self) -> tuple[EngineHost, ...]:
+        if (wanted := keys_of(self._setup.config.rollout).started_on) is not None:
+            size, apart = wanted
+            self._hosts = [*(self._hosts_beside(size) if apart is None else self._hosts_apart(size, *apart))]
         return tuple(self._hosts)
 
     def _hosts_beside(self, ranks_per_engine: int) -> Iterator[RayHost]:
@@ -233,12 +238,14 @@ class RayWorkerGroup(WorkerGroup):
         return {name: digest for of_rank in written for name, digest in of_rank.items()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
+        """Waits for all ranks."""
         folder = None if folder is None else folder.resolve()
         own = {name: state[name] for name in ("actor", "critic") if name in state}
         self._call("load", ray.put(own), folder, doing="loading a checkpoint")
         self._stale = True
 
     def check(self, doing: str) -> None:
+        """Runs in the trainer's main thread and waits for nothing."""
         with self._order:
             if self._broken is not None:
                 raise WorkerError(self._broken)
@@ -259,6 +266,7 @@ class RayWorkerGroup(WorkerGroup):
             ray.shutdown()
 
     def _end_processes(self) -> None:
+        """Waits for the ranks to leave their groups, at most `_GRACE_S`, then kills them."""
         workers, self._workers = self._workers, []
         for host in self._hosts:
             host.resident = None  # it goes with the placement, or with the cluster
@@ -276,6 +284,7 @@ class RayWorkerGroup(WorkerGroup):
         self._group = self._apart = None
 
     def _place(self) -> None:
+        """Runs in the trainer's main thread. Waits until the cluster has room."""
         setup, placement = self._setup, self._setup.placement
         strategy = "STRICT_SPREAD" if placement.nnodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle(setup)] * placement.nnodes, strategy=strategy)
@@ -307,6 +316,7 @@ class RayWorkerGroup(WorkerGroup):
         }
 
     def _start(self) -> tuple[int, int]:
+        """Waits for all ranks."""
         self._names = [f"rank {k}" for k in range(len(self._workers))]
         described = self._call("describe", doing="starting")
         self._names = [f"rank {k} (process {pid} on {host})" for k, (pid, host) in enumerate(described)]
@@ -338,7 +348,7 @@ class RayWorkerGroup(WorkerGroup):
         return assemble(batch, shares, self._of_shares(method, shares, doing))
 
     def _of_shares(self, method: str, shares: list[RankBatch], doing: str) -> list[Any]:
-        """What each part returns for its rows."""
+        """What each part returns for its rows. Waits for all ranks."""
         # Once into the object store for all ranks that share rows.
         refs = [ray.put(rank_batch) for rank_batch in shares]
         sequence = self._setup.ranks(0).sequence
@@ -349,7 +359,7 @@ class RayWorkerGroup(WorkerGroup):
         return self._wait(self._begin(method, *args), doing)
 
     def _begin(self, method: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Of all ranks, with the same arguments; or `each` with its own."""
+        """Of all ranks, with the same arguments; or `each` with its own. Runs in any thread and waits for nothing."""
         if self._broken is not None or not self._workers:
             raise WorkerError(self._broken or "the Ray workers have been closed")
         # An engine that comes back asks for weights from a thread of its own, perhaps in the middle of an update.
@@ -358,12 +368,14 @@ class RayWorkerGroup(WorkerGroup):
             return [getattr(worker, method).remote(*own) for worker, own in zip(self._workers, given)]
 
     def _wait(self, refs: list[Any], doing: str) -> list[Any]:
-        """Results of all ranks; the first failure ends the group, because the others wait for the failed one."""
+        """Results of all ranks; the first failure ends the group, because the others wait for the failed one. Runs in
+        the thread that called, at most `_CALL` times `trainer.worker_timeout_s`."""
         results: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
         pending = list(refs)
 
         def take(num_returns: int, timeout: float | None) -> list[Any]:
+            """Runs in the thread that called. Waits for `num_returns` ranks."""
             done, left = ray.wait(pending, num_returns=num_returns, timeout=timeout)
             for ref in done:
                 try:
@@ -433,7 +445,7 @@ def _not_come(missing: Sequence[str], names: Sequence[str], doing: str, limit_s:
 
 
 def _failed(ref: Any) -> bool:
-    """Of a call that is over."""
+    """Of a call that is over. Waits for nothing."""
     try:
         ray.get(ref)
     except RayError:

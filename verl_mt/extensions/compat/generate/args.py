@@ -60,7 +60,8 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
-        """A copy: functions run in a thread of their own, and a tokenizer may be set up by one thread only."""
+        """A copy: functions run in a thread of their own, and a tokenizer may be set up by one thread only. Runs in any
+        thread."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = copy.deepcopy(self.chat.tokenizer)

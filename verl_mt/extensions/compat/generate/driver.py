@@ -37,9 +37,10 @@ from verl_mt.extensions.compat.generate.args import ROUTER_HOST, GenerateArgs, a
 from verl_mt.extensions.compat.generate.requests import CallConversations
 from verl_mt.extensions.compat.generate.returned import settle
 from verl_mt.extensions.compat.slime_sample import Sample
+from verl_mt.extensions.toolbox.editing.session import EditableSession, session_of
 from verl_mt.plugins import load_object
 from verl_mt.rewards.base import RewardFailure, RewardInput, score_all
-from verl_mt.rollout.drivers import DriverParts, Episode
+from verl_mt.rollout.drivers import DriverParts, Episode, RolloutDriver
 from verl_mt.user_code import CallTimeout, UserCode, is_async_callable
 
 _GRACE = 0.1
@@ -63,7 +64,8 @@ class _Call:
         self._loop = asyncio.get_running_loop()
 
     async def on_rollout_loop(self, coroutine: Any) -> Any:
-        """Await something that belongs to the rollout's loop from the function's."""
+        """Await something that belongs to the rollout's loop from the function's. Runs on the loop of the function's
+        thread. Waits for the rollout's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
@@ -237,7 +239,7 @@ async def call_tools(text: str) -> tuple[Message, list[Message]]:
     return message, [result.to_message() for result in results]
 
 
-class CustomGenerateDriver:
+class CustomGenerateDriver(RolloutDriver):
     """Drives every episode with one function.
 
     Args:
@@ -248,6 +250,8 @@ class CustomGenerateDriver:
         PluginError: nothing there.
         ConfigError: it is no generate function.
     """
+
+    session_class = EditableSession
 
     def __init__(self, config: Config, args: GenerateArgs):
         rollout = config.actor_rollout_ref.rollout
@@ -260,7 +264,8 @@ class CustomGenerateDriver:
         self._prompt_key = config.data.prompt_key
 
     async def run(self, episode: Episode) -> None:
-        session = episode.session
+        """Runs on the rollout's loop. Waits for the function, in its own thread."""
+        session = session_of(episode)
         shown = self._shown_prompt(episode)
         text = shown if isinstance(shown, str) and self._render else None
         conversations = CallConversations(session, episode.prompt, text, self._function.trust_text)

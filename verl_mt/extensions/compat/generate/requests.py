@@ -24,9 +24,9 @@ from verl_mt.errors import ConfigError, DeadlineError, EngineError, EngineGoneEr
 from verl_mt.extensions.compat.generate.align import Alignment, align
 from verl_mt.extensions.compat.generate.api import EngineRequest, abort_reply, empty_reply, reply_to
 from verl_mt.extensions.compat.slime_sample import Sample
+from verl_mt.extensions.toolbox.editing.reconcile import spelled
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rollout.prompts import Prompt
-from verl_mt.rollout.reconcile import spelled
-from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RequestedConversation:
     """A session, and how the function sees it."""
 
     number: int
-    session: RolloutSession
+    session: EditableSession
     text: str
     """Everything so far, as it was sent and answered."""
     last: str = ""
@@ -65,7 +65,7 @@ class CallConversations:
         trust_text: control tokens in text that follows the recorded part stay what they are.
     """
 
-    main: RolloutSession
+    main: EditableSession
     prompt: Prompt
     prompt_text: str | None
     trust_text: bool = False
@@ -240,7 +240,7 @@ class CallConversations:
         self.items.append(conversation)
         return conversation
 
-    def _another(self, number: int) -> RolloutSession:
+    def _another(self, number: int) -> EditableSession:
         """A session beside the first one, under the same episode."""
         main, first = self.main, self.main.trajectory
         trajectory = Trajectory(
@@ -253,7 +253,7 @@ class CallConversations:
             source=first.source,
         )
         shared = first.trajectory_id if self._run.deterministic else None
-        session = RolloutSession(self._run, trajectory, main.order, main.attempt, engine_session=shared)
+        session = EditableSession(self._run, trajectory, main.order, main.attempt, engine_session=shared)
         if shared is None:
             self._run.engine.open_session(trajectory.trajectory_id, main.order)
         return session
@@ -321,7 +321,7 @@ class CallConversations:
         return reply
 
     @staticmethod
-    def _no_turn(session: RolloutSession) -> dict[str, Any]:
+    def _no_turn(session: EditableSession) -> dict[str, Any]:
         """A limit was reached before anything could be sampled: an empty turn, cut by length (or by the clock)."""
         if session.trajectory.stop_reason is StopReason.TIME_LIMIT:
             return abort_reply("rollout.max_seconds is over")

@@ -17,8 +17,8 @@ from verl_mt.extensions.compat.generate.args import COMPAT
 from verl_mt.extensions.compat.generate.requests import CallConversations, RequestedConversation
 from verl_mt.extensions.compat.rewards.slime import by_reward_key
 from verl_mt.extensions.compat.slime_sample import Sample, check_unsupported, fill_from_record
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rewards.contract import InvalidScore, as_scores
-from verl_mt.rollout.session import RolloutSession
 
 log = logging.getLogger(__name__)
 
@@ -132,25 +132,24 @@ def _part(conversation: RequestedConversation, first: int, last: int) -> Request
     """Some turns of a conversation as one of their own, all before them its prompt. The part with the first turn keeps
     the trajectory's id."""
     session = conversation.session
-    spans, rounds, whole = session.record.assistant_turns, session.rounds, session.trajectory
+    spans, whole = session.record.assistant_turns, session.trajectory
     record = _copy_until(session.record, spans[last - 1].end)
     if first:
         record = record.split(spans[first].start)[1]
-    place = next(
-        (p for p, number in session.message_rounds.items() if number == rounds[spans[last - 1].turn - 1]), None
-    )
+    ends_in = whole.round_of(spans[last - 1].turn)
+    place = next((p for p, number in session.message_rounds.items() if number == ends_in), None)
+    before = spans[first].turn - 1
+    own_rounds = whole.rounds[before : spans[last - 1].turn]
     part = Trajectory(
         whole.trajectory_id if not first else f"{whole.trajectory_id}.turn{first + 1}",
         whole.prompt_id, whole.group_id, whole.episode_id, whole.data_source, whole.row_index,
         source=whole.source, tools=whole.tools, num_turns=last - first, turn_texts=whole.turn_texts[first:last],
         replicas=whole.replicas[first:last],
         messages=whole.messages if place is None else whole.messages[: place + 1],
+        rounds=[number - own_rounds[0] for number in own_rounds],
     )  # fmt: skip
-    before = spans[first].turn - 1
     record.turns = [replace(span, turn=max(0, span.turn - before)) for span in record.turns]
-    own_rounds = rounds[before : spans[last - 1].turn]
     own = replace(session, trajectory=part, ledger=Ledger([record]), engine_session=whole.trajectory_id)
-    own.rounds = [number - own_rounds[0] for number in own_rounds]
     part.records = own.ledger.records
     if last < len(spans):
         own.cut_reason = None
@@ -252,7 +251,7 @@ def _mismatch(sample: Sample, unmatched: list[RequestedConversation], num_asked:
     return LedgerError(f"{where}: its tokens are not the engine's. {shown}")
 
 
-def _adopt(sample: Sample, session: RolloutSession, found: Alignment, args: Any) -> None:
+def _adopt(sample: Sample, session: EditableSession, found: Alignment, args: Any) -> None:
     """Verify a Sample against the record that its tokens were found in, clear what it masked, fill it from the record,
     and end the trajectory with the Sample's reward and status.
 

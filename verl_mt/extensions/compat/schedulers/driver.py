@@ -41,9 +41,10 @@ from verl_mt.extensions.compat.schedulers.hooks import (
 )
 from verl_mt.extensions.compat.schedulers.requests import RolloutInferRequest, RolloutOutput
 from verl_mt.extensions.compat.schedulers.shipped import schedulers
+from verl_mt.extensions.toolbox.editing.reconcile import match_ids
+from verl_mt.extensions.toolbox.editing.session import EditableSession, session_of
 from verl_mt.plugins import load_object
-from verl_mt.rollout.drivers import DriverParts, Episode
-from verl_mt.rollout.reconcile import match_ids
+from verl_mt.rollout.drivers import DriverParts, Episode, RolloutDriver
 from verl_mt.user_code import CallTimeout, user_code_of
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def build(config: Config, parts: DriverParts) -> SchedulerDriver:
     return SchedulerDriver(scheduler, timeout_s=turns.interaction_timeout_s, media=parts.media)
 
 
-class SchedulerDriver:
+class SchedulerDriver(RolloutDriver):
     """Hands every episode to one scheduler.
 
     Args:
@@ -128,6 +129,8 @@ class SchedulerDriver:
         timeout_s: deadline of each hook; of a custom `run`, of the time between two turns.
         media: kinds of media that the model takes.
     """
+
+    session_class = EditableSession
 
     def __init__(self, scheduler: MultiTurnScheduler, *, timeout_s: float = 60.0, media: frozenset[str] = frozenset()):
         self.scheduler, self.timeout_s, self.media = scheduler, timeout_s, media
@@ -137,7 +140,7 @@ class SchedulerDriver:
 
     async def run(self, episode: Episode) -> None:
         """Drive the episode to its end; `on_trajectory_end` is called once, whatever that is."""
-        session = episode.session
+        session = session_of(episode)
         session.verbatim = True
         engine = getattr(self.scheduler, "infer_engine", None)
         if not isinstance(engine, InferEngine) or engine.chat is not session.context.chat:
@@ -179,6 +182,7 @@ class SchedulerDriver:
             raise conversation.error("run", "it returned None; return a RolloutOutput, or a list of them")
 
     async def _run(self, conversation: SchedulerConversation) -> Any:
+        """Runs on the rollout's loop. Waits for the scheduler's `run`, in its own thread."""
         request, config = conversation.request, request_config(conversation.session)
         if not self._custom_run:
             return await self.scheduler.run(request, config)  # type: ignore[arg-type]
@@ -357,7 +361,7 @@ def _take(conversation: SchedulerConversation, output: RolloutOutput, after: int
 def _seen(conversation: SchedulerConversation, turn: int) -> list[Message]:
     """The messages up to a turn of the last record."""
     session = conversation.session
-    places = [p for p, number in session.message_rounds.items() if number == session.rounds[turn - 1]]
+    places = [p for p, number in session.message_rounds.items() if number == session.trajectory.round_of(turn)]
     return copy.deepcopy(session.messages[: places[0] + 1]) if places else []
 
 
@@ -365,11 +369,7 @@ def _mask(
     conversation: SchedulerConversation, record: TrajectoryRecord, own: Sequence[TurnSpan], output: RolloutOutput
 ) -> None:
     """Compare an output's ids with the record, and clear the bits that its mask clears."""
-    rounds = conversation.session.rounds
-    stretches: dict[int, tuple[int, int]] = {}
-    for span in own:
-        start, _ = stretches.get(rounds[span.turn - 1], (span.start, 0))
-        stretches[rounds[span.turn - 1]] = (start, span.end)
+    stretches = conversation.session.trajectory.message_ranges(own)
     ids, mask = output.response_token_ids or [], output.response_loss_mask
     if is_nested(ids):
         if len(ids) != len(stretches):
@@ -386,7 +386,7 @@ def _mask(
     matched = match_ids(ids, [record.token_ids[p] for p in positions], conversation.session.context.chat.end_token_ids)
     if mask is None:
         return
-    conversation.session.mask_given = True
+    conversation.session.ignore_loss_scale()
     foreign = [j for j, p in matched.items() if mask[j] and not record.sampled[positions[p]]]
     if foreign:
         raise LedgerError(f"response_loss_mask sets {len(foreign)} bits on ids that the engine did not sample")

@@ -28,9 +28,10 @@ from verl_mt.extensions.compat.schedulers.requests import (
     RequestConfig,
     RolloutInferRequest,
 )
+from verl_mt.extensions.toolbox.editing.reconcile import clear_bits, keep_loss_flags, take_messages
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.plugins import listing, suggest
-from verl_mt.rollout.reconcile import clear_bits, keep_loss_flags, take_messages
-from verl_mt.rollout.session import AssistantTurn, RolloutSession
+from verl_mt.rollout.session import AssistantTurn
 from verl_mt.rollout.tool_loop import run_calls
 from verl_mt.tools.executor import ToolSession
 from verl_mt.user_code import UserCode
@@ -138,7 +139,7 @@ def current() -> SchedulerConversation:
 class SchedulerConversation:
     """What one trajectory's hooks have said, and how they reach its session. Created on the rollout's loop."""
 
-    session: RolloutSession
+    session: EditableSession
     code: UserCode
     name: str
     """Of the scheduler, for errors."""
@@ -167,6 +168,8 @@ class SchedulerConversation:
     async def hook(self, method: str, *args: Any) -> Any:
         """Call one of the scheduler's methods, positionally.
 
+        Runs on the rollout's loop. Waits for the scheduler's thread, at most `timeout_s`.
+
         Raises:
             UserCodeError: it raised or was late; names scheduler, hook, trajectory and turn.
         """
@@ -186,7 +189,8 @@ class SchedulerConversation:
         return await self._there(self._infer(request, config))
 
     async def _there(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it on the rollout's loop."""
+        """Run it on the rollout's loop. Runs on the loop of the scheduler's thread, or on the rollout's. Waits for the
+        rollout's loop."""
         if asyncio.get_running_loop() is self._loop:
             return await coroutine
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
@@ -279,7 +283,7 @@ class SchedulerConversation:
         bits = [1] * len(self._ids) if mask is None else user_values.bits_of(mask, "response_loss_mask")
         user_values.log_probs_of(log_probs, "rollout_logprobs", len(self._ids), sum(bits))
         if mask is not None:
-            self.session.mask_given = True
+            self.session.ignore_loss_scale()
             clear_bits(self.session, self._start, self._ids, bits)
 
     def is_over(self, said: Any) -> bool:
@@ -326,6 +330,7 @@ class SchedulerConversation:
         self.session.trajectory.media[kind] = list(items)
 
     async def _infer(self, request: RolloutInferRequest, config: RequestConfig | None) -> ChatCompletionResponse:
+        """Runs on the rollout's loop. Waits for the conversation's last turn, then for the engine."""
         async with self._lock:
             self.waiting_since = None
             try:
@@ -430,7 +435,7 @@ class SchedulerConversation:
             last.messages = copy.deepcopy(session.messages)
 
 
-def request_config(session: RolloutSession) -> RequestConfig:
+def request_config(session: EditableSession) -> RequestConfig:
     """The run's own settings, for a scheduler to look at."""
     own = session.context.sampling
     return replace(RequestConfig(), temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)

@@ -94,6 +94,8 @@ class SandboxFusionTool(BaseTool):
     ) -> tuple[ToolResponse | str, float, dict[str, Any]]:
         """Run one program: its output and errors; a fixed text where it did not finish.
 
+        Runs on the tool's loop. Waits for the service, in a thread.
+
         Raises:
             httpx.HTTPError: the service cannot be reached, or refuses.
         """
@@ -135,6 +137,8 @@ def process_single_case(
     fn_name: str | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """One test case of a program, as verl's scorers and tools ask for it.
+
+    Runs in the caller's thread. Waits for the semaphore, then for the service.
 
     Returns:
         (True, False, or a negative number where it could not be judged: -1 the service failed, -2 the program did,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from verl_mt.config.options import GuardThresholds
+from verl_mt.extensions.inspection.config import GuardThresholds
 
 REWARD, SPREAD = "reward/mean", "reward/std"
 TOOL_USE, TURNS, ENTROPY = "tools/use_rate", "turns/mean", "rollout/entropy"

@@ -13,7 +13,7 @@ from verl_mt import engines
 from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
 from verl_mt.config.options import read_rollout_correction
-from verl_mt.config.policy_losses import read_policy_loss
+from verl_mt.config.policy_losses import loss_mode, read_policy_loss
 from verl_mt.config.schema import correction_of, explicit_keys
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
 from verl_mt.plugins import import_plugins
@@ -50,8 +50,8 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
     """A custom estimator and a custom loss return the right form for made-up numbers."""
     try_own_estimator(subject.config)
     try_own_loss(subject.config.actor_rollout_ref.actor)
-    loss = read_policy_loss(subject.config.actor_rollout_ref.actor.policy_loss)
-    yield ok(f"advantages by {subject.config.algorithm.adv_estimator}, loss {loss.name}")
+    loss = loss_mode(subject.config.actor_rollout_ref.actor.policy_loss)
+    yield ok(f"advantages by {subject.config.algorithm.adv_estimator}, loss {loss}")
 
 
 def engine(subject: Subject) -> Iterator[Finding]:
@@ -124,9 +124,9 @@ def splits(subject: Subject) -> Iterator[Finding]:
     whole = []
     if options.rollout_is == "sequence" or "seq" in str(options.rollout_rs):
         whole.append(f"algorithm.rollout_correction ({options.rollout_is or options.rollout_rs})")
-    chosen = read_policy_loss(subject.config.actor_rollout_ref.actor.policy_loss)
-    if chosen.loss.by_trajectory:
-        whole.append(f"policy_loss.loss_mode={chosen.name}")
+    policy_loss = subject.config.actor_rollout_ref.actor.policy_loss
+    if read_policy_loss(policy_loss).depends_on == "trajectory":
+        whole.append(f"policy_loss.loss_mode={loss_mode(policy_loss)}")
     if whole and reasons and not rollout.custom_generate_function_path:
         yield warning(
             f"{' and '.join(whole)} take a ratio over a whole sequence, and {' and '.join(reasons)} splits a "

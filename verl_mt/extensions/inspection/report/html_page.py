@@ -124,7 +124,8 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{_HOST}:{self.server_port}{self.root}"
 
     def contents(self) -> Contents:
-        """What the runs hold now; what they held before where they cannot be read at this moment."""
+        """What the runs hold now; what they held before where they cannot be read at this moment. Runs in the thread of
+        a request. Waits for another request that reads the runs."""
         with self._lock:
             if time.monotonic() - self._read_at > _MAX_AGE_S:
                 try:

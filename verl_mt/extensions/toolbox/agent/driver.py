@@ -36,10 +36,10 @@ from verl_mt.extensions.toolbox.agent.endpoint import (
     likeness,
     read_request,
 )
+from verl_mt.extensions.toolbox.editing.reconcile import take_request
+from verl_mt.extensions.toolbox.editing.session import EditableSession, session_of
 from verl_mt.plugins import load_object
-from verl_mt.rollout.drivers import DriverParts, Episode
-from verl_mt.rollout.reconcile import take_request
-from verl_mt.rollout.session import RolloutSession
+from verl_mt.rollout.drivers import DriverParts, Episode, RolloutDriver
 from verl_mt.user_code import CallTimeout, UserCode, in_daemon_thread
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.agent_function_path"
 
 
-class AgentDriver:
+class AgentDriver(RolloutDriver):
     """Runs the function once per episode, behind a URL of its own.
 
     Args:
@@ -60,6 +60,8 @@ class AgentDriver:
         ConfigError: it does not take (row, base_url, api_key), or the web server is not installed.
     """
 
+    session_class = EditableSession
+
     def __init__(self, path: str, parser: ToolParser):
         self._agent = _Agent(path)
         self._code = UserCode(self._agent, object, "verl_mt-agent")
@@ -67,8 +69,9 @@ class AgentDriver:
         self._server = AgentServer()
 
     async def run(self, episode: Episode) -> None:
-        conversation = AgentConversation(episode.session, self._parser)
-        session, row = episode.session, episode.prompt.row
+        """Runs on the rollout's loop. Waits for the agent, in its own thread."""
+        session, row = session_of(episode), episode.prompt.row
+        conversation = AgentConversation(session, self._parser)
         url = await self._server.open(conversation.answer)
         timeout_s = session.context.limits.conversation_s
         failure: Exception | None = None
@@ -114,7 +117,7 @@ def build(config: Config, parts: DriverParts) -> AgentDriver:
 class AgentConversation:
     """What is asked under one URL, one request after the other."""
 
-    def __init__(self, session: RolloutSession, parser: ToolParser):
+    def __init__(self, session: EditableSession, parser: ToolParser):
         self.session = session
         self.lost: EngineGoneError | DeadlineError | None = None
         """The engine went away (the trajectory starts again), or a deadline fired where none may."""
@@ -126,7 +129,8 @@ class AgentConversation:
         """Place of an assistant message -> what the client was shown instead, where that differs."""
 
     async def answer(self, body: Any) -> tuple[int, Any]:
-        """HTTP status and body for the body of a request."""
+        """HTTP status and body for the body of a request. Runs on the rollout's loop. Waits for an earlier request,
+        then for the engine."""
         try:
             request = read_request(body)
         except RequestError as error:
@@ -146,7 +150,7 @@ class AgentConversation:
                 return 500, error_body(error_text(error, named=True), "internal_error")
 
     async def close(self) -> None:
-        """Wait for a request that is under way, and refuse later ones."""
+        """Wait for a request that is under way, and refuse later ones. Runs on the rollout's loop."""
         self._closed = True
         async with self._lock:
             pass
@@ -214,6 +218,7 @@ class _Agent:
         self._function = function
 
     async def run(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+        """Runs on the agent's loop. Waits for a plain function in a daemon thread."""
         if inspect.iscoroutinefunction(inspect.unwrap(self._function)):
             return await self._function(row, base_url, api_key)
         return await in_daemon_thread(self._function, row, base_url, api_key)

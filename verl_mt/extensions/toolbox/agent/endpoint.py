@@ -264,6 +264,8 @@ class AgentServer:
     async def open(self, answer: Answer) -> str:
         """The base URL under which `answer` is asked, such as `http://127.0.0.1:PORT/KEY/v1`.
 
+        Runs on the rollout's loop, which also serves the requests. Waits for the server's start.
+
         Raises:
             EngineError: the server does not start.
         """
@@ -277,7 +279,8 @@ class AgentServer:
         return f"http://127.0.0.1:{port}/{key}/v1"
 
     async def close(self, url: str) -> None:
-        """Requests to this URL are refused from now on."""
+        """Requests to this URL are refused from now on. Runs on the rollout's loop. The last one waits for the server's
+        end."""
         assert self._lock is not None
         async with self._lock:
             self._answers.pop(url.split("/")[-2], None)

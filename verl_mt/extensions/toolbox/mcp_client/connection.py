@@ -44,7 +44,7 @@ class StderrTail:
 
     @contextlib.contextmanager
     def collecting(self) -> Any:
-        """A file for the server to write to, read on the running loop."""
+        """A file for the server to write to, read on the running loop. Runs on the loop of the thread `mcp`."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         loop = asyncio.get_running_loop()
@@ -239,6 +239,8 @@ class McpConnection:
     async def list_tools(self) -> list[types.Tool]:
         """All tools of the server.
 
+        Runs on the caller's loop. Waits for the loop of the thread `mcp`, and that for the server.
+
         Raises:
             McpServerDown: it cannot be reached.
             MCPError: it refused.
@@ -248,6 +250,8 @@ class McpConnection:
     async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
         """Call a tool. Cancelling the caller cancels the request.
 
+        Runs on the caller's loop. Waits for the loop of the thread `mcp`, and that for the server.
+
         Raises:
             McpServerDown: it cannot be reached, or the connection broke before the answer.
             ToolCallError: the server refuses the tool's name or its arguments.
@@ -256,7 +260,8 @@ class McpConnection:
         return await _on_mcp_loop(self._call(tool, arguments))
 
     async def close(self) -> None:
-        """End the connection, and the server if it was started here. A later call would connect again."""
+        """End the connection, and the server if it was started here. A later call would connect again. Runs on the
+        caller's loop. Waits for the loop of the thread `mcp`."""
         await _on_mcp_loop(self._close())
 
     async def _list_tools(self) -> list[types.Tool]:
@@ -298,7 +303,8 @@ class McpConnection:
             raise McpServerDown(f"the connection to MCP server {self.name!r} broke: {_leaf(error)}") from error
 
     async def _unless_it_ends(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer. Version 1 of the SDK leaves a call without one whose connection ended just before."""
+        """The answer. Version 1 of the SDK leaves a call without one whose connection ended just before. Runs on the
+        loop of the thread `mcp`. Waits for the server."""
         call, ended = asyncio.ensure_future(request), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({call, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -350,6 +356,7 @@ class McpConnection:
         await asyncio.sleep(begin - now)
 
     async def _connected(self) -> Any:
+        """Runs on the loop of the thread `mcp`. Waits for the server, at most `connect_timeout_s`."""
         async with self._lock:
             if self._client is not None:
                 return self._client
@@ -417,6 +424,7 @@ class McpConnection:
             self._stop.set()
 
     async def _close(self) -> None:
+        """Runs on the loop of the thread `mcp`. Waits for the transport, at most `_CLOSE_S`."""
         async with self._lock:
             owner, self._client = self._owner, None
             self._stop.set()
@@ -425,17 +433,20 @@ class McpConnection:
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the connections' loop and block until it is done. Not for that loop itself."""
+    """Run a coroutine on the connections' loop and block until it is done. Not for that loop itself. Runs in any other
+    thread."""
     return asyncio.run_coroutine_threadsafe(work, _mcp_loop()).result()
 
 
 async def _on_mcp_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Runs on the caller's loop. Waits for the loop of the thread `mcp`."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _mcp_loop()))
 
 
 @lru_cache(maxsize=1)
 def _mcp_loop() -> asyncio.AbstractEventLoop:
-    """All connections of a process live on one loop, whose thread never keeps the process alive."""
+    """All connections of a process live on one loop, whose thread never keeps the process alive. Runs in
+    any thread and waits for nothing."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="mcp").start()
     return loop

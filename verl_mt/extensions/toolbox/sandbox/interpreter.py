@@ -74,6 +74,8 @@ class CodeResult:
 def _starter(pid: int) -> ThreadPoolExecutor:
     """A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread, which stays, starts them all.
 
+    Runs in any thread and waits for nothing.
+
     A fork has no threads: it gets one of its own.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="sandbox")
@@ -110,6 +112,8 @@ class Sandbox:
 
     def open(self) -> Interpreter:
         """A new interpreter, ready for code. Blocks for some 50 ms.
+
+        Runs in any thread. Waits for the thread `sandbox`, which starts the process, and for the process.
 
         Raises:
             PluginError: the isolation is not available; says what is missing.
@@ -158,6 +162,7 @@ class Sandbox:
             )
 
     def _start(self, folder: str) -> Interpreter:
+        """Runs in the thread `sandbox`."""
         reply, control = os.pipe()
         try:
             process = subprocess.Popen(
@@ -198,6 +203,8 @@ class Interpreter:
     def run(self, code: str) -> CodeResult:
         """Run a piece of code. Blocks for at most `limits.timeout_s` and a moment.
 
+        Runs in the caller's thread. Waits for the process.
+
         Raises:
             RuntimeError: the interpreter is closed.
         """
@@ -224,7 +231,8 @@ class Interpreter:
         self._process.wait()
 
     def close(self) -> None:
-        """End the process and remove its folder."""
+        """End the process and remove its folder. Runs in any thread. Waits for the process, and for `run` in another
+        thread."""
         self.kill()
         with self._busy:  # a `run` in another thread sees the death and ends; then nobody uses the pipes
             if self._reply < 0:
@@ -238,6 +246,8 @@ class Interpreter:
 
     def exchange(self, message: object, timeout_s: float) -> tuple[dict, str]:
         """Send one message, wait for its answer, collect what was printed meanwhile.
+
+        Runs in the caller's thread. Waits for the process, at most `timeout_s`.
 
         Returns:
             The answer, or {"ending": ..., "detail": ...} if there will be none; and the text.

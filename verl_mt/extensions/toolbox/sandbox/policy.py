@@ -76,6 +76,8 @@ def environment(folder: str) -> dict[str, str]:
 def readable_paths(python: str, extra: tuple[str, ...] = ()) -> list[str]:
     """What the code may read beside its own folder: the interpreter's libraries, the system's, and `extra`.
 
+    Runs in the caller's thread. Waits for a process of `python`.
+
     Raises:
         PluginError: `python` does not start or is too old, or a path of `extra` does not exist.
     """

@@ -113,6 +113,8 @@ class PythonTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run `parameters["code"]`.
 
+        Runs on the tool's loop. Waits for the trajectory's earlier call, then for the interpreter, in a thread.
+
         Raises:
             ToolCallError: it had to be stopped; with what it printed until then.
             ValueError: the row has `execute_kwargs`, which would do nothing.
@@ -133,7 +135,8 @@ class PythonTool(BaseTool):
         raise self._stopped(result)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End the trajectory's interpreter and remove its files."""
+        """End the trajectory's interpreter and remove its files. Runs on the tool's loop. Waits for the interpreter's
+        end, in a thread."""
         await in_daemon_thread(_end, self._states.pop(instance_id))
 
     def _run(self, state: _State, code: str) -> CodeResult:

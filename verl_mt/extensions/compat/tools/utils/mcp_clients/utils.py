@@ -22,7 +22,7 @@ class TokenBucket:
         self._tokens, self._counted_s = float(rate_limit), time.monotonic()
 
     def acquire(self) -> bool:
-        """Take one token; False where there is none."""
+        """Take one token; False where there is none. Runs in any thread and waits for nothing."""
         with self._lock:
             now = time.monotonic()
             grown = self._tokens + (now - self._counted_s) * self.rate_limit

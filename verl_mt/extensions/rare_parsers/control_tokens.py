@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_mt.chat.parsers.argument_types import parameters_of, read_argument
 from verl_mt.chat.parsers.base import (
     BadCall,
     FoundCalls,
@@ -17,9 +18,9 @@ from verl_mt.chat.parsers.base import (
     not_run,
     skip_space,
 )
-from verl_mt.chat.parsers.json_calls import JSON_ADVICE, json_arguments
-from verl_mt.chat.parsers.tagged import ArgumentTags, Values, parameters_of, read_argument
 from verl_mt.data.conversation import MalformedCall, ParsedTurn, ToolCall, ToolSchema
+from verl_mt.extensions.rare_parsers.bare_json import JSON_ADVICE, json_arguments
+from verl_mt.extensions.rare_parsers.tagged import ArgumentTags, Values
 
 _DSML_ADVICE = (
     "Write it in the format of your instructions: the name of a tool in the invoke tag, inside it one parameter tag "
@@ -97,6 +98,7 @@ class DeepSeekParser(SectionedParser):
     """V3 and R1 write `function`, a separator, the name and the arguments in a fenced block; V3.1 name, separator and
     arguments. Which it is shows in the text."""
 
+    other_names = ("deepseek", "deepseekv3", "deepseek_r1", "deepseekv31", "deepseek_v31")
     section_begins = ("<｜tool▁calls▁begin｜>",)
     section_ends = ("<｜tool▁calls▁end｜>",)
     call_begin = "<｜tool▁call▁begin｜>"
@@ -128,6 +130,7 @@ class KimiK2Parser(SectionedParser):
     """`functions.name:0`, a separator, the arguments. The whole of it is the call's id, as the template shows it again
     with the result."""
 
+    other_names = ("kimi",)
     section_begins = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
     section_ends = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
     call_begin = "<|tool_call_begin|>"
@@ -150,6 +153,7 @@ class DeepSeekDsmlParser(SectionedParser):
     The arguments may also be one JSON object. A tag that closes itself is a call without arguments.
     """
 
+    other_names = ("deepseekv32", "deepseekv4", "deepseek_v4")
     section_begins = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     section_ends = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
     call_begin = "<｜DSML｜invoke"
@@ -231,6 +235,7 @@ class HarmonyParser(ToolParser):
     channel is content.
     """
 
+    other_names = ("harmony", "openai", "gptoss")
     end_markers = ("<|return|>", "<|call|>", "<|end|>", "<|endoftext|>")
     reasoning_key = "thinking"
 

@@ -10,12 +10,17 @@ The choice of tokens is made once over a whole mini-batch, so no micro-batch spl
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl_mt.algorithms.losses import ppo_clip_loss
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
+from verl_mt.data import batch as columns
+
+if TYPE_CHECKING:
+    from verl_mt.workers.loss import WholeMiniBatch
 
 _LOG_RATIO_BOUND = 20.0
 
@@ -93,6 +98,40 @@ def choose_largest(covariances_BT: Tensor, mask: Tensor, *, fraction: float) -> 
     places = mask.bool().flatten().nonzero().squeeze(1)
     ranked = covariances_BT.flatten()[places].argsort(descending=True, stable=True)
     return _at(places[ranked[: _count(fraction, mask)]], mask)
+
+
+def tokens_to_leave_out(
+    whole: WholeMiniBatch,
+    *,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, Tensor]:
+    """Clip-Cov: drawn among the tokens of middling covariance that PPO's clip does not hold already."""
+    if not len(whole):
+        return {"chosen": whole.sampled_NT}
+    log_probs, advantages = whole.log_probs(), whole.batch[columns.ADVANTAGES]
+    values = covariances(log_probs, advantages, whole.sampled_NT)
+    old = torch.where(torch.isnan(whole.old_NT), log_probs, whole.old_NT)
+    chosen_NT = choose_between(
+        without_clipped(values, log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high),
+        whole.sampled_NT,
+        fraction=clip_cov_ratio,
+        lower=clip_cov_lb,
+        upper=clip_cov_ub,
+        generator=whole.generator,
+    )
+    return {"chosen": chosen_NT}
+
+
+def tokens_to_hold_back(whole: WholeMiniBatch, *, kl_cov_ratio: float) -> dict[str, Tensor]:
+    """KL-Cov: the tokens of the largest covariances."""
+    if not len(whole):
+        return {"chosen": whole.sampled_NT}
+    values = covariances(whole.log_probs(), whole.batch[columns.ADVANTAGES], whole.sampled_NT)
+    return {"chosen": choose_largest(values, whole.sampled_NT, fraction=kl_cov_ratio)}
 
 
 def clip_cov_loss(

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from verl_mt.algorithms.losses import sequence_log_ratio
 from verl_mt.algorithms.masked import masked_fill_zero, masked_mean
+from verl_mt.data import batch as columns
+
+if TYPE_CHECKING:
+    from verl_mt.workers.loss import WholeMiniBatch
 
 
 def contrast_slopes(scores_N: Tensor, advantages_N: Tensor, group_index_N: Tensor, *, tau: float) -> Tensor:
@@ -38,6 +45,25 @@ def contrast_slopes(scores_N: Tensor, advantages_N: Tensor, group_index_N: Tenso
                 share = torch.softmax(torch.cat([scaled, scaled.new_zeros(1)]), 0)[:-1]
                 slopes_N[members] = sign * share / tau
     return slopes_N / len(groups)
+
+
+def group_contrast(whole: WholeMiniBatch, *, real_tau: float) -> dict[str, Tensor]:
+    """REAL: how the loss of a group moves with the score of each of its trajectories in the mini-batch."""
+    if not len(whole):
+        return {"slope_B": torch.empty(0)}
+    batch, inside, old = whole.batch, whole.sampled_NT, whole.old_NT
+    owner, group = batch[columns.TRAJECTORY_INDEX], batch[columns.GROUP_INDEX]
+    known = inside & ~torch.isnan(old)  # the others have ratio 1
+    current = whole.log_probs() if known.any() else old
+    score = sequence_log_ratio(masked_fill_zero(current, known), masked_fill_zero(old, known), inside, owner)
+    advantage = masked_fill_zero(batch[columns.ADVANTAGES], inside).sum(1)  # its sign counts
+    names, place = torch.unique(owner, return_inverse=True)
+    first = torch.zeros(len(names), dtype=torch.int64, device=place.device)
+    first[place.flip(0)] = torch.arange(len(whole), device=place.device).flip(0)
+    slopes = contrast_slopes(score[first], advantage[first], group[first], tau=real_tau)
+    # The mean that follows is over what weighs as one sequence: where trajectories share an execution, over those.
+    num_weighed = len(columns.weighed_together(batch).unique())
+    return {"slope_B": (slopes * num_weighed)[place].to(old.dtype)}
 
 
 def real_loss(

@@ -1,20 +1,19 @@
-"""Arguments between tags (Qwen3-Coder, Seed-OSS, GLM): where a raw value ends, and what type it has.
+"""Arguments between tags (Qwen3-Coder, Seed-OSS, GLM): where a raw value ends.
 
 Values are written without escapes, so a closing tag inside a string looks like the end of the value. The end is the
 first closing tag behind which the grammar goes on, or the opening of the next argument. Values carry no types either:
-the tool's JSON schema says what they are.
+the tool's JSON schema says what they are (`argument_types`).
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_mt.chat.parsers.argument_types import parameters_of, read_argument
 from verl_mt.chat.parsers.base import (
     BadCall,
     FoundCalls,
@@ -25,21 +24,8 @@ from verl_mt.chat.parsers.base import (
     not_run,
     skip_space,
 )
-from verl_mt.chat.parsers.json_calls import BadJSON, decode_json, decode_whole
+from verl_mt.chat.parsers.json_calls import BadJSON, decode_json
 from verl_mt.data.conversation import ToolCall, ToolSchema
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
-_LONGEST_PYTHON = 20_000
-_DEEPEST_SCHEMA = 16
 
 
 @dataclass(frozen=True)
@@ -160,106 +146,6 @@ def _is_argument(key: str, parameters: Mapping[str, Any] | None) -> bool:
     return bool(key) and (not isinstance(properties, dict) or not properties or key in properties)
 
 
-def parameters_of(tools: Sequence[ToolSchema | dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The JSON schema of a tool's parameters; None = there is no such tool."""
-    for tool in tools:
-        schema = tool if isinstance(tool, dict) else tool.to_template()
-        function = schema.get("function", schema)
-        if function.get("name") == name:
-            return function.get("parameters") or {}
-    return None
-
-
-def read_argument(text: str, key: str, parameters: Mapping[str, Any] | None, *, null_word: bool = False) -> Any:
-    """A raw value as the type that the tool's schema gives the argument.
-
-    - A string stays as it was written, white space included.
-    - Other types are read as JSON, lists and objects also as Python writes them or with escaped quotes, and `True`,
-      `False`, `None` count where the schema has that type. What cannot be read stays text: checking against the schema
-      then tells the model.
-    - Of several types the strictest that fits counts, so `3` for string-or-integer is a number.
-    - Without a schema: JSON if it is JSON, but never a quoted string; else text.
-
-    Args:
-        parameters: the schema of all arguments; None = the tool is unknown.
-        null_word: `null` means null whatever the schema says.
-    """
-    if null_word and text.strip() == "null":
-        return None
-    properties = (parameters or {}).get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
-    types = frozenset(_types(schema, parameters or {}, 0)) if isinstance(schema, dict) else frozenset()
-    if types == {"string"}:
-        return text
-    for value in _readings(text, types):
-        if not types and not isinstance(value, str):
-            return value
-        if any(_fits(value, name) for name in types - {"string"}):
-            whole = isinstance(value, float) and "integer" in types and "number" not in types
-            return int(value) if whole else value
-        if types and "string" not in types:
-            return value
-    return text
-
-
-def _readings(text: str, types: frozenset[str]) -> Iterator[Any]:
-    try:
-        yield decode_whole(text)
-        return
-    except BadJSON:
-        pass
-    word = text.strip()
-    if word in _PYTHON_WORDS and types & {"boolean", "null"}:
-        yield _PYTHON_WORDS[word]
-    elif word[:1] in ("[", "{", "(") and types & {"array", "object"} and len(word) <= _LONGEST_PYTHON:
-        if '\\"' in word:
-            with contextlib.suppress(BadJSON):
-                yield decode_whole(decode_whole(f'"{word}"'))
-                return
-        try:
-            value = ast.literal_eval(word)
-            json.dumps(value, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return
-        yield list(value) if isinstance(value, tuple) else value
-
-
-def _fits(value: Any, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    if name == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _TYPES.get(name, ()))
-
-
-def _types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> set[str]:
-    """Names of the types that a schema allows; empty = any."""
-    if depth > _DEEPEST_SCHEMA:
-        return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        target: Any = root
-        for part in reference.removeprefix("#/").split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return _types(target, root, depth + 1) if isinstance(target, Mapping) else set()
-    declared = schema.get("type")
-    if declared:
-        found = {declared} if isinstance(declared, str) else {t for t in declared if isinstance(t, str)}
-    elif isinstance(schema.get("enum"), list) or "const" in schema:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]]
-        found = {name for value in values for name in _TYPES if _fits(value, name)} - {"number"} | (
-            {"number"} if any(isinstance(value, float) for value in values) else set()
-        )
-    else:
-        found = set()
-        for key in ("anyOf", "oneOf", "allOf"):
-            for one in schema.get(key) or ():
-                inner = _types(one, root, depth + 1) if isinstance(one, Mapping) else set()
-                if not inner and key != "allOf":
-                    return set()
-                found |= inner
-    return found | ({"null"} if found and schema.get("nullable") is True else set())
-
-
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
 _BARE = re.compile(r"<function=[^<>\s]+>\s*(?:<parameter=[^<>\n]+>|</function>)")
@@ -278,6 +164,7 @@ class Qwen3CoderParser(ToolParser):
     a value is harmless unless the whole end of a call stands there. The tags around `<function=...>` may be missing.
     """
 
+    other_names: tuple[str, ...] = ("qwen3_xml", "qwen3_5", "step3p5")
     open_tag = "<tool_call>"
     close_tag = "</tool_call>"
     separators = ("\n\n", "\n")
@@ -361,6 +248,7 @@ class Qwen3CoderParser(ToolParser):
 class SeedOssParser(Qwen3CoderParser):
     """The same between Seed-OSS's own tags."""
 
+    other_names = ()
     open_tag = "<seed:tool_call>"
     close_tag = "</seed:tool_call>"
     padded = False
@@ -393,6 +281,7 @@ class GlmParser(ToolParser):
     argument or the end of the call follows it there.
     """
 
+    other_names = ("glm", "glm47")
     runs_calls_in_unclosed_reasoning = True
     end_markers = (*ToolParser.end_markers, "<|user|>", "<|observation|>")
 

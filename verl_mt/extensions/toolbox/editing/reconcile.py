@@ -27,7 +27,7 @@ from typing import Any
 from verl_mt.chat.differences import common_prefix
 from verl_mt.data.conversation import Message
 from verl_mt.errors import LedgerError
-from verl_mt.rollout.session import RolloutSession
+from verl_mt.extensions.toolbox.editing.session import EditableSession
 from verl_mt.rollout.token_text import Decode, num_tokens_spelling
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _NOT_SHOWN = ("loss",)
 
 
 def take_messages(
-    session: RolloutSession,
+    session: EditableSession,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,
     ids: Sequence[int] | None = None,
@@ -80,7 +80,7 @@ def take_messages(
 
 
 def take_request(
-    session: RolloutSession,
+    session: EditableSession,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
     *,
@@ -113,7 +113,7 @@ def take_request(
     return True
 
 
-def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> None:
+def keep_loss_flags(session: EditableSession, messages: Sequence[Message]) -> None:
     """`loss: False` of a message takes what the model wrote there out of the loss."""
     for place, message in enumerate(messages[: len(session.messages)]):
         if message.get("loss") is None:
@@ -121,12 +121,12 @@ def keep_loss_flags(session: RolloutSession, messages: Sequence[Message]) -> Non
         session.messages[place] = {**session.messages[place], "loss": bool(message["loss"])}
         if not message["loss"] and place in session.message_rounds:
             wanted = session.message_rounds[place]
-            spans = [s for s in session.record.assistant_turns if session.rounds[s.turn - 1] == wanted]
+            spans = [s for s in session.record.assistant_turns if session.trajectory.round_of(s.turn) == wanted]
             cleared = session.record.clear_mask([p for s in spans for p in range(s.start, s.end)])
             session.count("masked_tokens", cleared)
 
 
-def clear_bits(session: RolloutSession, start: int, ids: Sequence[int], mask: Sequence[int]) -> None:
+def clear_bits(session: EditableSession, start: int, ids: Sequence[int], mask: Sequence[int]) -> None:
     """Take tokens of the last turn, which begins at `start`, out of the loss.
 
     Raises:
@@ -159,7 +159,7 @@ def _as_rendered(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None and key not in _NOT_SHOWN}
 
 
-def _same_tools(tools: Sequence[dict[str, Any]] | None, session: RolloutSession) -> bool:
+def _same_tools(tools: Sequence[dict[str, Any]] | None, session: EditableSession) -> bool:
     return list(tools or ()) == session.trajectory.tools or _as_json(tools) == _as_json(session.trajectory.tools)
 
 
@@ -168,7 +168,7 @@ def _as_json(tools: Sequence[dict[str, Any]] | None) -> str:
 
 
 def _rewrite(
-    session: RolloutSession,
+    session: EditableSession,
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]] | None,
     ids: Sequence[int] | None,
@@ -184,7 +184,7 @@ def _rewrite(
     session.rewrite(messages, tools or [])
 
 
-def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, *, goes_on: bool) -> bool:
+def _edit(session: EditableSession, message: Message, ids: Sequence[int] | None, *, goes_on: bool) -> bool:
     """The last assistant message has another text: cut it back, put the rest behind. False where that is another
     history: another first token, another role, or a turn that ended before it was changed."""
     # An answer that messages follow is finished: all of it must stay, or the model would go on from an answer that it
@@ -217,7 +217,7 @@ def _edit(session: RolloutSession, message: Message, ids: Sequence[int] | None, 
     return True
 
 
-def _say_once(session: RolloutSession, spelled: str, content: str) -> None:
+def _say_once(session: EditableSession, spelled: str, content: str) -> None:
     """Ids and text of a message differ: the model reads the ids."""
     session.count("differing_response_ids", 1)
     if "differs" not in _said:
@@ -232,7 +232,7 @@ def _say_once(session: RolloutSession, spelled: str, content: str) -> None:
         )
 
 
-def _reopen(session: RolloutSession, ids: Sequence[int] | None, *, goes_on: bool) -> None:
+def _reopen(session: EditableSession, ids: Sequence[int] | None, *, goes_on: bool) -> None:
     """The last message reads as before: keep what `ids` and the last turn share, put the rest of `ids` behind it.
 
     Where the message goes on, the end of turn that was sampled is no end: it is cut, like everything that is not kept.
@@ -278,12 +278,12 @@ def spelled(decode: Decode, ids: Sequence[int], text: str) -> tuple[int, str]:
     return count, text[len(decode(ids[:count])) :]
 
 
-def _last_turn(session: RolloutSession) -> int:
+def _last_turn(session: EditableSession) -> int:
     spans = session.record.assistant_turns
     return spans[-1].start if spans else len(session.record.token_ids)
 
 
-def _end_of_text(session: RolloutSession) -> int:
+def _end_of_text(session: EditableSession) -> int:
     """The record's end, without the end of turn that was sampled."""
     record = session.record
     ended = record.sampled[-1:] == [1] and record.token_ids[-1] in session.context.chat.end_token_ids
