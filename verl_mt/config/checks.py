@@ -172,7 +172,7 @@ def _generate_function(config: Config) -> Iterator[str]:
         if value is not None:
             yield (
                 f"{_ROLLOUT}.{name} does not go with {key}={rollout.custom_generate_function_path!r}: the function "
-                "decides itself what the model is answered and what is trained (sample.loss_mask); leave it out"
+                "decides what the model is answered and what is trained. Leave it out"
             )
 
 
