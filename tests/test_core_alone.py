@@ -98,7 +98,7 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.dry_run=True"), "dry_run is done by an extension"),
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
-            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard: unknown key"),
+            (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard (command line): unknown key"),
             (("verl_mt.trainer", f"{LOSS}=sapo"), "loss_mode: got 'sapo', expected one of 'vanilla', 'gspo', 'cispo',"),
             (("verl_mt.trainer", f"{PARSER}=glm45"), f"unknown tool parser 'glm45'. Registered: {PARSERS}. {MISSING}"),
             (
