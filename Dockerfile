@@ -17,7 +17,7 @@ ENV PATH=/opt/venv/bin:$PATH
 RUN python3 -m venv /opt/venv && python -m pip install --upgrade pip
 
 WORKDIR /opt/verl_mt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml entry_points_hook.py README.md LICENSE ./
 COPY verl_mt verl_mt
 COPY config config
 COPY tools_configs tools_configs

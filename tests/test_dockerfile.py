@@ -53,6 +53,7 @@ def test_what_the_wheel_is_made_of_is_copied():
         *wheel["force-include"],
         build["project"]["readme"],
         *build["project"]["license-files"],
+        build["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"],
     }
     assert needed <= set(sources())
 

@@ -5,8 +5,8 @@ An extension declares entry points in its `pyproject.toml`, and so can any other
     [project.entry-points."verl_mt.engines"]
     my_engine = "my_package.engine:MyEngine"
 
-The library's own table also lies beside its extensions, in `extensions/entry_points.txt`. That file is read first: a
-checkout on `PYTHONPATH` has no metadata, and the metadata of every installed package takes longer to read.
+The library's own are the lines of `extensions/entry_points.txt`, of which the build makes its metadata. The file is read
+first: a checkout on `PYTHONPATH` has no metadata, and the metadata of every installed package takes longer to read.
 """
 
 from __future__ import annotations
