@@ -26,6 +26,7 @@ from verl_mt.rewards.adapters import adapt
 
 REPO = Path(__file__).resolve().parents[1]
 PATHS = read_table()["verl_mt.import_paths"]
+_PATHS_OF_OTHERS = ("verl_mt.import_paths", "sglang.srt.platforms")
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -35,7 +36,9 @@ def test_the_distribution_declares_what_the_file_beside_the_extensions_says():
     assert "verl_mt_cpu" in declared["sglang.srt.platforms"] and "sft" in declared["verl_mt.commands"]
 
 
-@pytest.mark.parametrize("group", [group for group in read_table() if group not in ("verl_mt.import_paths", "sglang.srt.platforms")])
+@pytest.mark.parametrize(
+    "group", [group for group in read_table() if group not in ("verl_mt.import_paths", "sglang.srt.platforms")]
+)
 def test_every_entry_point_leads_to_something(group):
     for name, path in extension_points.own(group).items():
         assert load_object(path, what=name) if ":" in path else import_module(path)
@@ -88,9 +91,14 @@ def other_packages(tmp_path, monkeypatch):
             (folder / f"{name}.py").write_text(text)
         monkeypatch.syspath_prepend(str(folder))
 
-    extension_points._installed.cache_clear()
+    forget()
     yield add
+    forget()
+
+
+def forget():
     extension_points._installed.cache_clear()
+    extension_points._all_installed.cache_clear()
 
 
 def test_another_package_adds_a_name(other_packages):
@@ -177,7 +185,7 @@ def test_another_package_adds_a_command(other_packages, capsys):
 def test_a_name_of_the_library_is_not_taken_over_and_two_packages_cannot_share_one(other_packages):
     other_packages("first", "[verl_mt.trackers]\nwandb = first:A\nboth = first:A\n")
     assert extension_points.find("verl_mt.trackers", "wandb") == "verl_mt.extensions.inspection.trackers.wandb:Wandb"
-    extension_points._installed.cache_clear()
+    forget()
     other_packages("second", "[verl_mt.trackers]\nboth = second:B\n")
     with pytest.raises(PluginError, match=r"'both' of the group verl_mt\.trackers: (first|second) .*Uninstall one"):
         extension_points.find("verl_mt.trackers", "both")

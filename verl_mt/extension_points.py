@@ -5,14 +5,14 @@ An extension declares entry points in its `pyproject.toml`, and so can any other
     [project.entry-points."verl_mt.engines"]
     my_engine = "my_package.engine:MyEngine"
 
-The library's own are the lines of `extensions/entry_points.txt`, of which the build makes its metadata. The file is read
-first: a checkout on `PYTHONPATH` has no metadata, and the metadata of every installed package takes longer to read.
+The library's own are the lines of `extensions/entry_points.txt`, of which the build makes its metadata. The file is
+read first: a checkout on `PYTHONPATH` has no metadata, and that of every installed package takes longer to read.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import PluginError
 from verl_mt.import_paths import read_table
@@ -57,11 +57,17 @@ def extra_of(group: str, name: str) -> str | None:
 
 
 @functools.cache
-def _installed(group: str) -> dict[str, str]:
-    from importlib import metadata  # 60 ms, of which a start-up needs none
+def _all_installed() -> Any:
+    """Of all groups, for `select`: each look into the metadata reads that of every package."""
+    from importlib import metadata  # 60 ms, of which `--help` needs none
 
+    return metadata.entry_points()
+
+
+@functools.cache
+def _installed(group: str) -> dict[str, str]:
     found: dict[str, EntryPoint] = {}
-    for point in metadata.entry_points(group=group):
+    for point in _all_installed().select(group=group):
         if point.dist is not None and point.dist.name.replace("-", "_") == _DISTRIBUTION:
             continue
         other = found.setdefault(point.name, point)

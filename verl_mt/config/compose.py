@@ -29,7 +29,15 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
-from verl_mt.config.hydra_source import Composition, composing, has_packages, is_choice, plain_tree, register
+from verl_mt.config.hydra_source import (
+    Composition,
+    composing,
+    has_packages,
+    is_choice,
+    plain_tree,
+    register,
+    stored_schema,
+)
 from verl_mt.config.normalize import (
     Problem,
     as_overrides,
@@ -41,7 +49,7 @@ from verl_mt.config.normalize import (
     split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, correction_of, leaves, schema, sections, set_explicit, value_of, whole_keys
+from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, value_of, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -119,7 +127,7 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
         given: the keys that somebody has set.
     """
     try:
-        merged = OmegaConf.merge(_schema(), canonical)
+        merged = OmegaConf.merge(stored_schema(), canonical)
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -354,12 +362,6 @@ def _folder(path: str | Path, flag: str) -> Path:
         if candidate.is_dir():
             return candidate.resolve()
     raise ConfigError(f"{flag}: no folder {str(path)!r} (looked in {Path.cwd()} and {configs_root()})")
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    """Made once: it is a good part of a composition. `merge` copies it."""
-    return OmegaConf.structured(schema())
 
 
 def _value_problems(merged: Any) -> list[Problem]:

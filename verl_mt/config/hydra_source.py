@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
@@ -213,6 +213,13 @@ class VerlMTSearchPath(SearchPathPlugin):
         for folder in composition.extra_dirs if composition else ():
             search_path.append("command-line", f"{_SCHEME}://{folder}")
         search_path.append("verl_mt", f"{_SCHEME}://{config_dir()}")
+
+
+def stored_schema() -> DictConfig:
+    """The schema as Hydra starts from it. Not to be changed."""
+    _register_plugins()
+    node: DictConfig = ConfigStore.instance().repo[f"{BASE}.yaml"].node
+    return node
 
 
 def _register_plugins() -> None:

@@ -11,6 +11,7 @@ turns up that is not ours: a command in our own names loads none of them.
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import re
@@ -473,8 +474,8 @@ def _typed(key: str, value: Any) -> Any:
         return value  # most of a composed configuration
     # Tried on OmegaConf itself ('3' becomes 3, 1 becomes 1.0), so that what is said of a value here and what merging
     # makes of it later cannot differ. Free mappings are tried apart: on the copy their keys would pile up.
-    scratch = OmegaConf.create({"value": None}) if leaf.is_open else _scratch_schema()
-    where = "value" if leaf.is_open else key
+    scratch = OmegaConf.create({"value": None}) if leaf.is_open else _scratch(key.rpartition(".")[0])
+    where = "value" if leaf.is_open else key.rpartition(".")[2]
     OmegaConf.update(scratch, where, value)
     typed = OmegaConf.select(scratch, where)
     if OmegaConf.is_config(typed):
@@ -483,14 +484,10 @@ def _typed(key: str, value: Any) -> Any:
     return typed
 
 
-_SCRATCH: list[DictConfig] = []
-
-
-def _scratch_schema() -> DictConfig:
-    """A typed copy of the schema to try values on; never read as a configuration."""
-    if not _SCRATCH:
-        _SCRATCH.append(OmegaConf.structured(schema()))
-    return _SCRATCH[0]
+@functools.cache
+def _scratch(section: str) -> DictConfig:
+    """A typed copy of a section to try values on; never read as a configuration."""
+    return OmegaConf.structured(sections()[section].cls if section else schema())
 
 
 def _quote_placeholder(text: str) -> str:
