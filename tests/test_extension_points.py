@@ -36,9 +36,7 @@ def test_the_distribution_declares_what_the_file_beside_the_extensions_says():
     assert "verl_mt_cpu" in declared["sglang.srt.platforms"] and "sft" in declared["verl_mt.commands"]
 
 
-@pytest.mark.parametrize(
-    "group", [group for group in read_table() if group not in ("verl_mt.import_paths", "sglang.srt.platforms")]
-)
+@pytest.mark.parametrize("group", [group for group in read_table() if group not in _PATHS_OF_OTHERS])
 def test_every_entry_point_leads_to_something(group):
     for name, path in extension_points.own(group).items():
         assert load_object(path, what=name) if ":" in path else import_module(path)
