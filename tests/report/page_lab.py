@@ -14,6 +14,12 @@ from verl_mt.extensions.inspection.report.__main__ import main
 from verl_mt.extensions.inspection.report.summary import describe
 from verl_mt.extensions.inspection.report.token_columns import TokenColumns
 
+EVIL = (
+    "<script>window.harmed=1</script><img src=x onerror='window.harmed=2'></script><script>window.harmed=3</script>"
+    "<svg onload=window.harmed=4><iframe srcdoc='<script>parent.harmed=5</script>'></iframe>{{script}}"
+)
+"""Text of a run that would do harm as markup."""
+
 WEAK_TEXT = """() => {
     // What has less contrast to what is behind it than WCAG AA asks of text (4.5), colours with transparency mixed.
     const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");

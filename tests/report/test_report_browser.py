@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from page_lab import UNLABELLED, WEAK_TEXT, Opened, address, planted_run, prompt_of
+from page_lab import EVIL, UNLABELLED, WEAK_TEXT, Opened, address, planted_run, prompt_of
 from run_lab import Lab, small_run
 from tables import before_release
 
@@ -18,11 +18,6 @@ from verl_mt.extensions.inspection.report.__main__ import main
 from verl_mt.extensions.inspection.report.html_page import ReportServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
-
-EVIL = (
-    "<script>window.harmed=1</script><img src=x onerror='window.harmed=2'></script><script>window.harmed=3</script>"
-    "<svg onload=window.harmed=4><iframe srcdoc='<script>parent.harmed=5</script>'></iframe>{{script}}"
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""`python -m verl_mt.report`: what one run or several did, as one HTML file, or served while they are being written.
+"""`python -m verl_mt.report`: what one run, several or a sweep did, as one HTML file, or served while it is written.
 
 python -m verl_mt.report runs/tiny                                # writes runs/tiny/report.html
 python -m verl_mt.report runs/tiny runs/tiny-2 --out compare.html # curves of both in each chart
+python -m verl_mt.report runs/sweep                               # a folder of runs: settings, seeds, what differs
 python -m verl_mt.report runs/tiny --serve                        # on this machine's loopback; follows the run
 """
 
@@ -15,8 +16,8 @@ from pathlib import Path
 
 from verl_mt.data.temporary_files import temporary
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.extensions.inspection.report.collect import collect
 from verl_mt.extensions.inspection.report.html_page import build_page, charting_library, serve
+from verl_mt.extensions.inspection.report.sweep import collector
 
 MAX_ROLLOUTS = 20_000
 
@@ -24,7 +25,9 @@ MAX_ROLLOUTS = 20_000
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for bad input (one line on stderr)."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.report", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="run directories, or one folder that holds them (a sweep)"
+    )
     parser.add_argument("--out", help="the file to write; default: report.html in the (first) run directory")
     parser.add_argument("--serve", action="store_true", help="serve it on loopback and follow runs that are written")
     parser.add_argument("--port", type=int, default=0, help="--serve: the port; default: a free one")
@@ -38,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         charting_library()
         if args.serve:
             return serve(args.runs, port=args.port, max_rollouts=args.max_rollouts)
-        path, count = write(args.runs, args.out, args.max_rollouts)
-        print(f"{path}: {count} rollouts, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+        path, summary = write(args.runs, args.out, args.max_rollouts)
+        print(f"{path}: {summary}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
         return 0
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -48,29 +51,29 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
 
-def write(runs: Sequence[str], out: str | None = None, max_rollouts: int = MAX_ROLLOUTS) -> tuple[Path, int]:
-    """Write the page. Returns the file and the number of its rollouts.
+def write(runs: Sequence[str], out: str | None = None, max_rollouts: int = MAX_ROLLOUTS) -> tuple[Path, str]:
+    """Write the page. Returns the file, and in words how much it holds.
 
     Args:
-        out: the file; None = `report.html` in the first run's directory.
+        runs: run directories, or one folder that holds them.
+        out: the file; None = `report.html` in the first of `runs`.
 
     Raises:
         VerlMTError: no run there, or a file that cannot be written.
     """
-    contents = collect(runs, max_rollouts=max_rollouts)
+    contents = collector(runs, max_rollouts).contents()
     path = Path(out).expanduser() if out else Path(runs[0]).expanduser() / "report.html"
     partial = temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "w", encoding="utf-8") as file:
-            file.writelines(build_page(contents, title=", ".join(run["label"] for run in contents.runs)))
+            file.writelines(build_page(contents, title=contents.title))
         os.replace(partial, path)
     except OSError as error:
         raise ConfigError(f"--out: cannot write {path}: {error}") from error
-    for run in contents.runs:
-        for problem in run["problems"]:
-            print(f"{run['label']}: {problem}", file=sys.stderr)
-    return path, sum(part["count"] for run in contents.runs for part in run["parts"])
+    for complaint in contents.complaints:
+        print(complaint, file=sys.stderr)
+    return path, contents.summary
 
 
 if __name__ == "__main__":

@@ -80,6 +80,20 @@ class Contents:
     def manifest(self) -> dict[str, Any]:
         return {"runs": self.runs}
 
+    @property
+    def title(self) -> str:
+        return ", ".join(run["label"] for run in self.runs)
+
+    @property
+    def summary(self) -> str:
+        """What the page holds, in words."""
+        return f"{sum(part['count'] for run in self.runs for part in run['parts'])} rollouts"
+
+    @property
+    def complaints(self) -> list[str]:
+        """What is missing, a sentence each."""
+        return [f"{run['label']}: {problem}" for run in self.runs for problem in run["problems"]]
+
     def _block(self, packed: bytes) -> str:
         name = hashlib.sha256(packed).hexdigest()[:16]
         self.blocks[name] = packed

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.errors import ConfigError, DataError
-from verl_mt.extensions.inspection.report.collect import Collector, Contents
+from verl_mt.extensions.inspection.report.collect import Contents
+from verl_mt.extensions.inspection.report.sweep import collector
 
 logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = (
     "dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "diff.js",
-    "prompts.js", "app.js",
+    "prompts.js", "sweep.js", "app.js",
 )  # fmt: skip
 _HOST = "127.0.0.1"
 _MAX_AGE_S = 2.0
@@ -95,7 +96,7 @@ class ReportServer(ThreadingHTTPServer):
     reaches its loopback.
 
     Args:
-        paths: run directories.
+        paths: run directories, or one folder that holds them.
         port: 0 = a free one; `url` says which.
 
     Raises:
@@ -106,7 +107,7 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, paths: Sequence[str], *, port: int = 0, max_rollouts: int = 20_000):
-        self._collector = Collector(paths, max_rollouts)
+        self._collector = collector(paths, max_rollouts)
         self._lock = threading.Lock()
         self._contents = self._collector.contents()
         self._blocks = dict(self._contents.blocks)

@@ -33,6 +33,11 @@ class Run:
     """What is missing or could not be read, a sentence each."""
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run was written there, or begun."""
+    return any((folder / name).exists() for name in _TRACES)
+
+
 def open_run(path: str | Path) -> Run:
     """Read everything but the rollout rows.
 
@@ -40,15 +45,17 @@ def open_run(path: str | Path) -> Run:
         DataError: `path` is no run directory.
     """
     folder = Path(path).expanduser()
-    if not folder.is_dir() or not any((folder / name).exists() for name in _TRACES):
-        what = "is not a directory" if not folder.is_dir() else f"holds none of {', '.join(_TRACES)}"
+    if not folder.is_dir() or not is_run(folder):
+        what = (
+            "is not a directory"
+            if not folder.is_dir()
+            else f"holds none of {', '.join(_TRACES)}, and no run lies in it"
+        )
         raise DataError(
             f"{folder}: not a run directory (it {what}); name one that `python -m verl_mt.trainer` wrote, "
             "such as runs/tiny"
         )
-    run = Run(folder, folder.resolve().name, finished=(folder / "FINISHED").exists())
-    run.config = _config(folder, run.problems)
-    run.metrics = _metrics(folder, run.problems)
+    run = read_curves(folder)
     run.token_texts = _token_texts(run)
     if not run.finished:
         run.problems.append("The run is not over: it is being written, or was broken off.")
@@ -56,6 +63,14 @@ def open_run(path: str | Path) -> Run:
         off = section(run.config, "trainer").get("rollout_rows") in (False, "off")
         why = "trainer.rollout_rows=off" if off else "no step is finished, or they were removed"
         run.problems.append(f"There are no rollout rows ({why}): no table, no conversations, no timeline.")
+    return run
+
+
+def read_curves(folder: Path) -> Run:
+    """Read only the settings and the metrics."""
+    run = Run(folder, folder.resolve().name, finished=(folder / "FINISHED").exists())
+    run.config = _config(folder, run.problems)
+    run.metrics = _metrics(folder, run.problems)
     return run
 
 

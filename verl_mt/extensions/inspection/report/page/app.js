@@ -40,7 +40,7 @@ const App = (() => {
       .filter(([, n]) => n).map(([flag, n]) => el("a", { class: "button",
         href: tableLink({ flag, ...(runs.length > 1 ? { run: run.number } : {}) }) }, `${Table.FLAGS[flag][0]} (${n})`));
     return el("section", { class: "card run" },
-      el("h2", {}, el("span", { class: "dot", style: { background: Charts.COLOURS[run.number % Charts.COLOURS.length] } }), run.label,
+      el("h2", {}, el("span", { class: "dot", style: { background: Charts.colour(run.number) } }), run.label,
         el("span", { class: "badge calm" }, run.finished ? "finished" : "not over")),
       run.problems.length > 0 && el("ul", { class: "note warn" }, run.problems.map((p) => el("li", {}, p))),
       guardNote(run),
@@ -82,7 +82,8 @@ const App = (() => {
       else link.removeAttribute("aria-current");
     }
     document.body.classList.remove("heated");
-    if (view === "rollouts") {
+    if (Store.state.sweep) Sweep.render(main);
+    else if (view === "rollouts") {
       Table.render(main);
       if (query !== undefined) Table.show(Object.fromEntries(new URLSearchParams(query)));
     } else if (view === "rollout") {
@@ -111,7 +112,7 @@ const App = (() => {
       const manifest = await (await fetch("manifest.json")).json();
       const fresh = await Store.load(manifest);
       const status = document.getElementById("live");
-      status.textContent = `live, ${Store.state.rollouts.length} rollouts`;
+      status.textContent = Store.state.sweep ? "live" : `live, ${Store.state.rollouts.length} rollouts`;
       // A reader in the middle of a conversation or of a filter is not disturbed.
       if (fresh && !/^#\/(rollout\/|prompt\/|timeline)/.test(location.hash)) await open();
     } catch (error) {
@@ -120,8 +121,6 @@ const App = (() => {
   }
 
   async function start() {
-    const nav = document.querySelector("nav");
-    Dom.replace(nav, VIEWS.map(([view, title]) => el("a", { href: `#/${view}`, dataset: { view } }, title)));
     if (typeof DecompressionStream === "undefined") {
       Dom.replace(main, el("p", { class: "note bad" }, "This browser cannot unpack the report (it lacks DecompressionStream); use one of 2023 or newer."));
       return;
@@ -129,6 +128,8 @@ const App = (() => {
     const inline = document.getElementById("manifest");
     Store.state.served = inline === null;
     await Store.load(inline ? JSON.parse(inline.textContent) : await (await fetch("manifest.json")).json());
+    const views = Store.state.sweep ? [] : VIEWS;
+    Dom.replace(document.querySelector("nav"), views.map(([view, title]) => el("a", { href: `#/${view}`, dataset: { view } }, title)));
     addEventListener("hashchange", open);
     await open();
     document.documentElement.dataset.opened = Math.round(performance.now());

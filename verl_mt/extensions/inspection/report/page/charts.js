@@ -1,10 +1,12 @@
-// Curves of the metrics, one small chart per question, all runs in each. The charting library is unpacked when the
+// Curves of the metrics, one small chart per question, all runs (or settings of a sweep) in each. The charting library is unpacked when the
 // first chart comes into view.
 "use strict";
 
 const Charts = (() => {
   const { el, number } = Dom;
   const COLOURS = ["#2f6fde", "#d2691e", "#2a9d6f", "#b5479b", "#8a7a00", "#00899e", "#c23b3b", "#6a5acd"];
+  // Colours that differ from their neighbours go on for ever.
+  const colour = (number) => COLOURS[number] ?? `hsl(${Math.round(number * 137.5) % 360} 60% 48%)`;
   const hidden = new Set(); // labels of runs
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 
@@ -17,6 +19,7 @@ const Charts = (() => {
   const PANELS = [
     ["Reward", "mean over the step's rollouts", { "reward/mean": "mean" }],
     ["Validation", "share solved", { "val/accuracy": "sampled", "val/accuracy_greedy": "greedy" }],
+    ["Loss", "supervised, nats per trained token", { loss: "training", "val/loss": "validation" }],
     ["Entropy", "nats per token", { "rollout/entropy": "all sampled", "actor/entropy": "trained" }],
     ["KL to the sampler", "sampler against trainer, nats per token", { "rollout/sampler_kl": "KL" }],
     ["KL to the reference", "as in the loss, nats", { "actor/kl_loss": "KL" }],
@@ -50,15 +53,45 @@ const Charts = (() => {
     return total;
   }
 
-  // [{run, label, dash, steps, values}] of one panel.
+  const mean = (values) => values.reduce((total, v) => total + v, 0) / values.length;
+
+  // Of one number per seed: the mean and how far to trust it. `number` is how many seeds there are: from three on the
+  // interval is the standard error of the mean, of two it is their range, one has none.
+  function interval(values, number) {
+    const middle = mean(values);
+    if (number === 2 && values.length === 2) return { mean: middle, low: Math.min(...values), high: Math.max(...values) };
+    if (number < 3 || values.length < 3) return { mean: middle };
+    const error = Math.sqrt(values.reduce((total, v) => total + (v - middle) ** 2, 0) / (values.length - 1) / values.length);
+    return { mean: middle, error, low: middle - error, high: middle + error };
+  }
+
+  // The metrics of each seed of a setting; a run is one seed.
+  const seedsOf = (run) => run.seeds ?? [run.metrics];
+
+  // {step, values} in order, the values of all seeds that have the step.
+  function bySteps(seeds, of) {
+    const found = new Map();
+    for (const metrics of seeds) {
+      for (const m of metrics) {
+        const value = of(m);
+        if (Number.isFinite(value)) found.set(m.step, [...(found.get(m.step) ?? []), value]);
+      }
+    }
+    return [...found].sort((a, b) => a[0] - b[0]);
+  }
+
+  // [{run, label, place, steps, values, intervals, counts}] of one panel.
   function series(panel) {
     const found = [];
     for (const run of Store.state.runs.filter((one) => !hidden.has(one.label))) {
       Object.entries(panel[2]).forEach(([key, what], place) => {
         const of = typeof what === "function" ? what : (m) => m[key];
         const label = typeof what === "function" ? key : what;
-        const points = run.metrics.map((m) => [m.step, of(m)]).filter((p) => Number.isFinite(p[1]));
-        if (points.length) found.push({ run, label, place, most: panel[0] === "Validation" ? 1 : 10, steps: points.map((p) => p[0]), values: points.map((p) => p[1]) });
+        const points = bySteps(seedsOf(run), of);
+        const number = points.reduce((most, p) => Math.max(most, p[1].length), 0);
+        const intervals = points.map((p) => interval(p[1], number));
+        if (points.length) found.push({ run, label, place, most: panel[0] === "Validation" ? 1 : 10, steps: points.map((p) => p[0]),
+          values: intervals.map((i) => i.mean), intervals, counts: points.map((p) => p[1].length) });
       });
     }
     return found;
@@ -95,7 +128,7 @@ const Charts = (() => {
   }
 
   // Of several runs the colour says which run, the dash which line; of one run the colour says which line.
-  const colourOf = (s) => COLOURS[(Store.state.runs.length > 1 ? s.run.number : s.place) % COLOURS.length];
+  const colourOf = (s) => colour(Store.state.runs.length > 1 ? s.run.number : s.place);
 
   // What the lines of a chart are, once for all runs.
   function legend(found) {
@@ -117,19 +150,32 @@ const Charts = (() => {
         if (event.target.checked) hidden.delete(run.label);
         else hidden.add(run.label);
         render(node);
-      } }), el("span", { class: "dot", style: { background: COLOURS[run.number % COLOURS.length] } }), run.label)));
+      } }), el("span", { class: "dot", style: { background: colour(run.number) } }), run.label)));
+  }
+
+  // How far to trust a mean, as it is written behind the number.
+  const trust = (i) => (i.error !== undefined ? ` ± ${number(i.error, 2)}` : i.low !== undefined ? ` (${number(i.low)} to ${number(i.high)})` : "");
+
+  // The interval around a line, as an area; none where no step has one.
+  function band(s) {
+    const at = s.intervals.map((i, k) => k).filter((k) => s.intervals[k].low !== undefined);
+    if (at.length < 2) return [];
+    const back = [...at].reverse();
+    return [{ x: [...at, ...back].map((k) => s.steps[k]), mode: "lines", line: { width: 0 }, fill: "toself", fillcolor: colourOf(s),
+      opacity: 0.18, y: [...at.map((k) => s.intervals[k].low), ...back.map((k) => s.intervals[k].high)], hoverinfo: "skip" }];
   }
 
   async function draw(node, found) {
     const Plotly = await plotly();
     const several = new Set(found.map((s) => s.label)).size > 1;
     const manyRuns = Store.state.runs.length > 1;
-    const traces = found.map((s) => ({
+    const traces = found.flatMap((s) => [...band(s), {
       x: s.steps, y: s.values, mode: s.steps.length < 40 ? "lines+markers" : "lines",
       name: plain(manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label),
       line: { color: colourOf(s), width: 2, dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
-      marker: { size: 5 }, hovertemplate: "step %{x}: %{y:.4g}<extra>%{fullData.name}</extra>",
-    }));
+      marker: { size: 5 }, hovertemplate: `step %{x}: %{y:.4g}${s.run.seeds ? "%{text}" : ""}<extra>%{fullData.name}</extra>`,
+      text: s.run.seeds && s.intervals.map((i, at) => `${trust(i)}, ${Dom.count(s.counts[at], "seed")}`),
+    }]);
     const axis = { gridcolor: style("--line"), zerolinecolor: style("--line"), color: style("--quiet"), automargin: true };
     const layout = {
       margin: { l: 44, r: 8, t: 6, b: 30 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -145,7 +191,6 @@ const Charts = (() => {
   // as the closing box of the run has it.
   function change(values, most = 10) {
     const k = Math.max(1, Math.min(most, Math.floor(values.length / 4)));
-    const mean = (some) => some.reduce((total, v) => total + v, 0) / some.length;
     const [first, last] = [mean(values.slice(0, k)), mean(values.slice(-k))];
     return { k, first, last, text: values.length > 1 ? `${number(first)} → ${number(last)}` : number(values[0]) };
   }
@@ -157,6 +202,8 @@ const Charts = (() => {
     const k = Math.max(1, ...changes.map((c) => c.k));
     return found.map((s, at) => {
       const name = Store.state.runs.length < 2 ? s.label : several ? `${s.run.label} ${s.label}` : s.run.label;
+      // The first and the last mean would be of different seeds.
+      if (new Set(s.counts).size > 1) return `${name}: not every seed has every step`;
       return `${name}: ${changes[at].text}${changes[at].k === k ? "" : ` (of ${changes[at].k})`}`;
     }).join(", ") + (k > 1 ? ` (means of ${k} steps)` : "");
   }
@@ -185,7 +232,7 @@ const Charts = (() => {
     watcher.disconnect();
     const cards = PANELS.map((panel) => [panel, series(panel)]).filter(([, found]) => found.length)
       .map(([panel, found]) => card(panel[0], panel[1], found));
-    const names = [...new Set(Store.state.runs.flatMap((run) => run.metrics.flatMap(
+    const names = [...new Set(Store.state.runs.flatMap((run) => seedsOf(run).flat().flatMap(
       (m) => Object.keys(m).filter((name) => Number.isFinite(m[name])))))].filter((name) => name !== "step").sort();
     if (!cards.length) {
       Dom.replace(node, runLegend(node), el("p", { class: "quiet" }, "There are no metrics to draw."));
@@ -204,5 +251,5 @@ const Charts = (() => {
     for (const [node, found] of drawn) if (node.firstChild) draw(node, found);
   });
 
-  return { render, change, COLOURS };
+  return { render, change, colour, interval, trust };
 })();

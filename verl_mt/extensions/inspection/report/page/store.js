@@ -3,7 +3,7 @@
 "use strict";
 
 const Store = (() => {
-  const state = { runs: [], rollouts: [], served: false };
+  const state = { runs: [], rollouts: [], sweep: null, served: false };
   const opened = new Map(); // blob id -> promise of its decoded value
   const turns = new Map(); // blob id -> promise of the spans and replicas of its rollouts
   const byId = new Map(); // "run/key of the rollout" -> number of the rollout
@@ -27,6 +27,7 @@ const Store = (() => {
 
   // Take a manifest: the first one, or a newer one of a run that is being written. Returns whether anything is new.
   async function load(manifest) {
+    if (manifest.sweep) return loadSweep(manifest.sweep);
     const known = new Set(state.runs.flatMap((run) => run.parts.map((part) => part.lines)));
     const before = state.runs.map((run) => run.metricsBlob).join() + known.size;
     const runs = await Promise.all(manifest.runs.map(async (run, number) => {
@@ -42,6 +43,18 @@ const Store = (() => {
     for (const run of runs) run.parts.forEach((part, p) => addLines(run, part, run.lines[p]));
     const parts = runs.flatMap((run) => run.parts);
     return before !== runs.map((run) => run.metricsBlob).join() + parts.length;
+  }
+
+  // Of a sweep a setting stands where a run does: its seeds are the metrics of the jobs that count.
+  async function loadSweep(sweep) {
+    const before = JSON.stringify(state.sweep?.manifest);
+    const jobs = await Promise.all(sweep.jobs.map(async (job) => ({ ...job, metrics: await json(job.metrics) })));
+    state.sweep = { ...sweep, jobs, manifest: sweep };
+    state.runs = sweep.settings.map((setting, number) => {
+      const own = jobs.filter((job) => job.setting === number && !job.same_as);
+      return { ...setting, number, jobs: own, seeds: own.map((job) => job.metrics).filter((metrics) => metrics.length) };
+    });
+    return before !== JSON.stringify(sweep);
   }
 
   function addLines(run, part, columns) {
