@@ -150,7 +150,10 @@ class ReadsClip(Condition):
         return str(self._choice())
 
     def holds(self, value_of: ValueOf) -> bool:
-        return self._choice().holds(value_of)
+        mode = value_of(f"{KEY}.loss_mode")  # the others are loaded for a reader only
+        if names_code(mode):
+            return True
+        return mode in POLICY_LOSSES and bool(set(self.arguments) & set(POLICY_LOSSES[mode].clips))
 
     def missing(self, value_of: ValueOf) -> str:
         return self._choice().missing(value_of)
@@ -173,6 +176,8 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLoss:
         return CustomLoss(name, options)
     check_option(f"{KEY}.loss_mode", name, fields(LossChoice)[0].metadata)
     loss = POLICY_LOSSES[name]
+    if not options:
+        return read_options(loss, options, KEY)
     known = {mode: [item.name for item in fields(POLICY_LOSSES[mode])] for mode in POLICY_LOSSES}
     for key, value in options.items():
         readers = [mode for mode, names in known.items() if key in names]
