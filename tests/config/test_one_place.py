@@ -54,9 +54,8 @@ def forget() -> None:
     """What was made of the declarations, so that it is made again."""
     leaves.cache_clear()
     sections.cache_clear()
-    compose_module._schema.cache_clear()
     compose_module._shipped.cache_clear()
-    normalize._SCRATCH.clear()
+    normalize._scratch.cache_clear()
     ConfigStore.instance().repo.pop(f"{hydra_source.BASE}.yaml", None)
 
 

@@ -114,9 +114,8 @@ def test_log_probs_before_the_temperature_are_refused(monkeypatch):
 def test_engines_beside_ranks_need_a_size_that_divides_the_ranks_of_a_machine(monkeypatch):
     monkeypatch.setattr(engine_module, "require_sglang", lambda: None)
     words = ["trainer.placement=ray", "trainer.n_workers_per_node=3", "actor_rollout_ref.rollout.name=sglang"]
-    config = compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
     with pytest.raises(ConfigError, match=r"size=2 does not divide trainer\.n_workers_per_node=3"):
-        engines.check(config.actor_rollout_ref, config.trainer)
+        compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
     config = compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"])
     engines.check(config.actor_rollout_ref, config.trainer)
 
