@@ -2,7 +2,7 @@
 
 `compose` is what Python users call; `hydra_main` is the body of a command. Both start from the same files::
 
-    schema (base_config) <- config/ppo_trainer.yaml <- config/tiny.yaml or your own YAML <- overrides
+    schema (base_config) <- config groups (task, scale, ...) <- your YAML file <- groups and keys of the command line
 """
 
 from __future__ import annotations

@@ -32,12 +32,17 @@ def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
 
 def group_of(override: str) -> str:
     """The group of a choice: `algorithm` of `+algorithm@somewhere=dapo`."""
-    return override.lstrip("+").partition("=")[0].partition("@")[0]
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def in_place(choices: Sequence[str]) -> list[str]:
-    """Choices for Hydra. Groups with a place in the defaults list are not appended, as `+experiment=NAME` asks for."""
-    return [word.lstrip("+") if group_of(word) in GROUPS else word for word in choices]
+    """Choices in Hydra's words.
+
+    A group that has a place in the defaults list is not appended, as `+experiment=NAME` asks for. To choose no file,
+    `algorithm=null`, is `~algorithm`.
+    """
+    words = [word.lstrip("+") if group_of(word) in GROUPS else word for word in choices]
+    return [f"~{word.lstrip('+').removesuffix('=null')}" if word.endswith("=null") else word for word in words]
 
 
 def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], *, primary: bool) -> list[Any]:
