@@ -75,7 +75,7 @@ def test_the_help_reads_no_metadata():
 
 def forget() -> None:
     """What was read of installed packages."""
-    for read in (extension_points._metadata, extension_points._installed, group_folders):
+    for read in (extension_points._installed, group_folders):
         read.cache_clear()
 
 

@@ -18,7 +18,7 @@ from verl_mt.errors import PluginError
 from verl_mt.import_paths import read_table
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint, EntryPoints
+    from importlib.metadata import EntryPoint
 
 _DISTRIBUTION = "verl_mt"
 
@@ -57,16 +57,11 @@ def extra_of(group: str, name: str) -> str | None:
 
 
 @functools.cache
-def _metadata() -> EntryPoints:
+def _installed(group: str) -> dict[str, str]:
     from importlib import metadata  # 60 ms, of which a start-up needs none
 
-    return metadata.entry_points()
-
-
-@functools.cache
-def _installed(group: str) -> dict[str, str]:
     found: dict[str, EntryPoint] = {}
-    for point in _metadata().select(group=group):
+    for point in metadata.entry_points(group=group):
         if point.dist is not None and point.dist.name.replace("-", "_") == _DISTRIBUTION:
             continue
         other = found.setdefault(point.name, point)
