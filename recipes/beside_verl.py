@@ -152,7 +152,7 @@ class Stage:
         machine = self.machine
         words = [
             sys.executable, "-m", "verl_mt.trainer",
-            "--config-path", str(RECIPES / self.task / "config"), "--config-name", TASKS[self.task].config,
+            f"experiment={TASKS[self.task].config}",
             f"data.train_files={self.train}", f"data.val_files={self.val}",
             f"actor_rollout_ref.model.path={MODELS.get(self.model, self.model)}",
             f"actor_rollout_ref.actor.ppo_max_token_len={machine.max_tokens}",

@@ -205,8 +205,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     config = evaluate.config_of(args, [])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is None
     assert (config.data.val_files, config.data.val_max_samples) == ("/some/data.jsonl", -1)
-    args.config = str(Path(__file__).parents[1] / "recipes" / "gsm8k" / "config" / "gsm8k_tool_grpo.yaml")
-    config = evaluate.config_of(args, ["data.val_max_samples=3"])
+    config = evaluate.config_of(args, ["experiment=gsm8k_tool_grpo", "data.val_max_samples=3"])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file == "tools_configs/gsm8k_tool.yaml"
     assert (config.actor_rollout_ref.model.path, config.data.val_max_samples) == ("/some/model", 3)
 

@@ -18,6 +18,7 @@ from verl_mt.chat.parsers import get_parser, tool_parsers
 from verl_mt.config.compose import compose
 from verl_mt.config.policy_losses import POLICY_LOSSES
 from verl_mt.config.rollout import ENGINES
+from verl_mt.config_paths import group_folders
 from verl_mt.errors import ConfigError, PluginError
 from verl_mt.import_paths import read_table, real_path
 from verl_mt.plugins import Registry, load_object
@@ -75,6 +76,12 @@ def test_the_help_reads_no_metadata():
     assert done.stdout.endswith("loaded: False\n") and "doctor" in done.stdout
 
 
+def forget() -> None:
+    """What was read of installed packages."""
+    for read in (extension_points._installed, extension_points._all_installed, group_folders):
+        read.cache_clear()
+
+
 @pytest.fixture
 def other_packages(tmp_path, monkeypatch):
     """Adds an installed distribution with entry points; everything is as before afterwards."""
@@ -92,11 +99,6 @@ def other_packages(tmp_path, monkeypatch):
     forget()
     yield add
     forget()
-
-
-def forget():
-    extension_points._installed.cache_clear()
-    extension_points._all_installed.cache_clear()
 
 
 def test_another_package_adds_a_name(other_packages):
@@ -170,6 +172,26 @@ def test_another_package_adds_a_reward_signature(other_packages):
         adapt(grade, label="grade", kwargs={"text": ""}, timeout_s=5.0)
     with pytest.raises(PluginError, match=r"parameters \(answer\)\. Expected compute_score\(.*\) or grade\(text\) or "):
         adapt(nobodys, label="nobodys", kwargs={}, timeout_s=5.0)
+
+
+def test_another_package_adds_config_groups(other_packages, tmp_path):
+    for name, text in {"task/shop": "trainer: {seed: 7}", "season/winter": "data: {max_response_length: 99}"}.items():
+        file = tmp_path / "foreign" / "foreign_groups" / "configs" / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"# @package _global_\n{text}\n")
+    other_packages("foreign", "[verl_mt.config_folders]\nmine = foreign_groups.configs\n")
+    config = compose(["task=shop", "+season=winter", "algorithm=dapo"])
+    assert (config.trainer.seed, config.actor_rollout_ref.rollout.response_length) == (7, 99)
+    with pytest.raises(
+        ConfigError, match=r"task=shp \(command line\).* It has gsm8k_.*, shop, .*Did you mean task=shop"
+    ):
+        compose(["task=shp"])
+    forget()
+    other_packages("second", "[verl_mt.config_folders]\ntheirs = nowhere.configs\n")
+    with pytest.raises(
+        PluginError, match=r"'theirs' of verl_mt\.config_folders: there is no package 'nowhere\.configs'"
+    ):
+        compose(["task=shop"])
 
 
 def test_another_package_adds_a_command(other_packages, capsys):

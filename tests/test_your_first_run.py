@@ -110,6 +110,12 @@ def test_every_command_of_the_page_does_its_work(reader):
     reader.run(["python", "where.py"])
     where.unlink()
     assert reader.said["where.py"] == [str(reader.folder.parent / "site" / "verl_mt" / "__init__.py")]
+    here, installed = REPO / "config", reader.folder.parent / "site" / "verl_mt" / "_configs" / "config"
+    assert {f.relative_to(here): f.read_text() for f in here.rglob("*.yaml")} == {
+        f.relative_to(installed): f.read_text() for f in installed.rglob("*.yaml")
+    }
+    reader.run(["python", "-m", "verl_mt.doctor", "experiment=gsm8k_tiny", "algorithm=dapo", "--cfg", "job"])
+    assert "clip_ratio_high: 0.28" in reader.said.pop("verl_mt.doctor")[0]
     reader.follow()
     assert all("all can be used" in text for text in reader.said["verl_mt.data_check"])
     assert "0 error(s), 0 warning(s)" in reader.said["verl_mt.doctor"][0]

@@ -5,12 +5,16 @@ Paths are absolute, so the trainer works from any working directory.
 
 from __future__ import annotations
 
+import functools
+from importlib.util import find_spec
 from pathlib import Path
 
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, PluginError
+from verl_mt.extension_points import known
 
 _PACKAGE = Path(__file__).resolve().parent
 _IN_WHEEL = _PACKAGE / "_configs"
+_GROUP = "verl_mt.config_folders"
 
 
 def configs_root() -> Path:
@@ -30,6 +34,32 @@ def config_dir() -> Path:
             f"no config folder at {folder}: install verl_mt as a wheel, in editable mode, or run it from a checkout"
         )
     return folder
+
+
+@functools.cache
+def group_folders() -> tuple[Path, ...]:
+    """Folders with config groups: the shipped one, then those that installed packages name.
+
+    A package names its own by an entry point of the group `verl_mt.config_folders`: `my_package = "my_package.configs"`
+    for `my_package/configs/task/my_task.yaml`.
+
+    Raises:
+        ConfigError: as `config_dir`.
+        PluginError: an entry point leads to no folder.
+    """
+    folders = [config_dir()]
+    for name, path in known(_GROUP).items():
+        try:
+            places = getattr(find_spec(path), "submodule_search_locations", None)
+        except ModuleNotFoundError:
+            places = None
+        if not places:
+            raise PluginError(
+                f"entry point {name!r} of {_GROUP}: there is no package {path!r}. Name the package whose folder holds "
+                "the groups: my_package.configs for my_package/configs/task/my_task.yaml"
+            )
+        folders += map(Path, places)
+    return tuple(folders)
 
 
 def find_config_file(path: str | Path, *, key: str) -> Path:

@@ -2,7 +2,7 @@
 
     python -m verl_mt.evaluate --run runs/tiny                       # a run's export, its own tools and data
     python -m verl_mt.evaluate --model PATH --data FILE.parquet --n 4 --out eval/ [Hydra overrides]
-    python -m verl_mt.evaluate --config recipes/gsm8k/config/gsm8k_tool_grpo.yaml --model PATH
+    python -m verl_mt.evaluate experiment=gsm8k_tool_grpo --model PATH
     python -m verl_mt.evaluate --config-path . --config-name my_run --n 8    # before training: is it learnable?
     python -m verl_mt.evaluate --run runs/tiny --chat                # talk to it; its tools really run
 

@@ -13,5 +13,5 @@ for split in train test; do
   [ -f "$data/$split.parquet" ] || python "$here/prepare.py" --split "$split" --style tool --out "$data/$split.parquet"
 done
 
-exec python -m verl_mt.trainer --config-path "$here/config" --config-name "gsm8k_tool_$placement" \
+exec python -m verl_mt.trainer experiment="gsm8k_tool_$placement" \
   data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" "$@"

@@ -12,5 +12,5 @@ prepare() { # split, source
 prepare train "${GSM8K_TRAIN:-openai/gsm8k}"
 prepare test "${GSM8K_TEST:-openai/gsm8k}"
 
-exec python -m verl_mt.trainer --config-path "$here/config" --config-name gsm8k_tiny \
+exec python -m verl_mt.trainer experiment=gsm8k_tiny \
   data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" "$@"

@@ -14,5 +14,5 @@ prepare() { # split, source
 prepare train "${SEARCH_TRAIN:-RUC-NLPIR/FlashRAG_datasets:nq}"
 prepare test "${SEARCH_TEST:-RUC-NLPIR/FlashRAG_datasets:nq}"
 
-exec python -m verl_mt.trainer --config-path "$here/config" --config-name search_tool_grpo \
+exec python -m verl_mt.trainer experiment=search_tool_grpo \
   data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" "$@"

@@ -12,5 +12,5 @@ for split in train test; do
     python "$here/../gsm8k/prepare.py" --split "$split" --style interaction --out "$data/$split.parquet"
 done
 
-exec python -m verl_mt.trainer --config-path "$here/config" --config-name "thinking_tips_${MODE:-colocate}" \
+exec python -m verl_mt.trainer experiment="thinking_tips_${MODE:-colocate}" \
   data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" "$@"

@@ -36,7 +36,7 @@ OTHER: dict[str, Any] = {
     "trainer.resume_mode": "disable",
     "trainer.debug_rollout_data": "rollouts/{rollout_id}.pt",
 }
-"""Where what `key_effects.py` sets does not go with config/tiny.yaml, or is quoted for a shell."""
+"""Where what `key_effects.py` sets does not go with config/task/tiny.yaml, or is quoted for a shell."""
 NOT_WITH_THE_DEFAULT_TASK = {
     **dict.fromkeys((f"{ROLLOUT}.{name}" for name in ("top_p", "top_k", "min_p")), "training needs all tokens"),
     **dict.fromkeys((f"{ROLLOUT}.agent_function_path", f"{ROLLOUT}.multi_turn.enable"), "it has tools"),
@@ -47,7 +47,7 @@ NOT_WITH_THE_DEFAULT_TASK = {
     ),
     "reward.placement": "it has one reward per trajectory",
 }
-"""No other default of these would go with config/tiny.yaml, as the value on the command line does not: why."""
+"""No other default of these would go with config/task/tiny.yaml, as the value on the command line does not: why."""
 
 
 def forget() -> None:

@@ -22,7 +22,10 @@ from verl_mt.extensions.inspection.doctor.checks import examine
 pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).resolve().parents[2]
-CONFIGS = sorted([*(REPO / "config").glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")])
+EXPERIMENTS = REPO / "config" / "experiment"
+CONFIGS = sorted(
+    [*(REPO / "config").glob("*.yaml"), *EXPERIMENTS.glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")]
+)
 NUM_ROWS = 4096
 RATE = "actor_rollout_ref.actor.optim.lr"
 
@@ -61,7 +64,8 @@ def stand_ins(config: Path, folder: Path) -> list[str]:
     if config.parent == REPO / "config":
         # The default task's generator is endless, and the base's learning rate is one for large models.
         return ["data.train_max_samples=4096", *([f"{RATE}=3e-4"] if config.stem == "ppo_trainer" else [])]
-    recipe, name = config.parents[1].name, config.stem
+    name = config.stem
+    recipe = name.partition("_")[0] if config.parent == EXPERIMENTS else config.parents[1].name
     extra: dict[str, object] = {}
     if recipe == "gsm8k" and "tiny" not in name:
         extra["interaction_kwargs"] = {"name": "gsm8k", "query": "1?", "ground_truth": "1"}
@@ -101,15 +105,17 @@ def test_a_shipped_configuration_raises_no_alarm(config, tmp_path, monkeypatch, 
     monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
     place = f"trainer.default_local_dir={tmp_path / 'run'}"
     overrides = [*stand_ins(config, tmp_path), place, "trainer.num_threads=1"]
-    found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))
+    if config.parent == EXPERIMENTS:
+        found = examine(compose([f"experiment={config.stem}", *overrides]))
+    else:
+        found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))
     assert [f for f in found if f.status != "ok"] == []
     assert not (tmp_path / "run").exists()
 
 
 def test_a_hub_model_that_cannot_be_had_is_reported_as_such(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = REPO / "recipes" / "gsm8k" / "config"
-    found = examine(compose([], config_name="gsm8k_tool_grpo", config_dir=config))
+    found = examine(compose(["experiment=gsm8k_tool_grpo"]))
     named = next(f for f in found if f.check == "model")
     assert named.status == "error"
     assert "Qwen/Qwen2.5-3B-Instruct" in named.text

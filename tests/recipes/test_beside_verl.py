@@ -60,8 +60,7 @@ def stage(folder: Path, task: str = "gsm8k", model: str = "0.5b", gpus: int = 1,
 
 
 def composed(words: list[str]) -> Config:
-    at = words.index("--config-path")
-    return compose(words[at + 4 :], words[at + 3], words[at + 1])
+    return compose(words[words.index("verl_mt.trainer") + 1 :])
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -26,7 +26,7 @@ from verl_mt.trainer.inference import Inference
 pytestmark = pytest.mark.slow  # commands, servers, many configurations
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k"
-CONFIGS = sorted(f for f in (RECIPE / "config").glob("*.yaml") if not f.stem.endswith(("gpu", "gpus", "nodes")))
+EXPERIMENTS = ("gsm8k_tool_grpo", "gsm8k_interaction_grpo", "gsm8k_tiny")
 """Without those that add a placement: test_gsm8k_placements.py."""
 SCRIPTS = sorted(RECIPE.glob("run_*.sh"))
 
@@ -101,10 +101,10 @@ def test_a_source_that_is_absent_is_named(tmp_path, capsys, monkeypatch):
     assert "'openai/gsm8k' is not a file" in (err := capsys.readouterr().err) and "pip install datasets" in err
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
-def test_a_config_composes(file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_composes(experiment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = compose(config_name=file.stem, config_dir=file.parent)
+    config = compose([f"experiment={experiment}"])
     rollout = config.actor_rollout_ref.rollout
     assert bool(rollout.tool_kwargs.tools_config_file) or bool(rollout.interaction_config_file)
     assert config.actor_rollout_ref.actor.use_kl_loss
@@ -145,7 +145,7 @@ def test_the_checking_tool_works_on_a_real_row(problems, tmp_path):
     ]  # fmt: skip
     truth = row.ground_truth
     said = [call("0"), call(truth), f"It is {truth}.\n#### {truth}"]
-    with Inference(compose(overrides, "gsm8k_tool_grpo", RECIPE / "config")) as policy:
+    with Inference(compose(["experiment=gsm8k_tool_grpo", *overrides])) as policy:
         chat, runner = policy.chat, policy.runner
 
         def turn(request):

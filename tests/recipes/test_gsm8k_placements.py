@@ -53,7 +53,7 @@ def recorded(script: str, folder: Path, **environment: str) -> list[str]:
 
 @functools.cache
 def base(style: str) -> dict[str, Any]:
-    return leaves_of(compose(config_name=f"gsm8k_{style}_grpo", config_dir=RECIPE / "config"))
+    return leaves_of(compose([f"experiment=gsm8k_{style}_grpo"]))
 
 
 def leaves_of(config: Config) -> dict[str, Any]:

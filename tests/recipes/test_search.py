@@ -208,7 +208,7 @@ def test_a_scripted_model_searches_and_is_scored_on_a_real_row(shared_data, tmp_
     with SearchService(lambda body: (200, passage)) as service:
         monkeypatch.setenv("SEARCH_URL", service.url)
         overrides = [*LOCAL, f"data.val_files={tmp_path}/rows.parquet", "data.val_max_samples=1"]
-        with Inference(compose(overrides, "search_tool_grpo", RECIPE / "config")) as policy:
+        with Inference(compose(["experiment=search_tool_grpo", *overrides])) as policy:
             chat, runner = policy.chat, policy.runner
 
             def turn(request):

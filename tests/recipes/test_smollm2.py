@@ -234,7 +234,7 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     shortest = tmp_path / "shortest.jsonl"
     with (data / "demos.jsonl").open() as demos:
         shortest.write_text(min(demos, key=len))
-    named = ["--config-path", RECIPE / "config", "--config-name", "smollm2"]
+    named = ["experiment=smollm2"]
     small = ["trainer.save_freq=-1", *HERE]
     cold = [f"actor_rollout_ref.model.path={model}", "data.train_batch_size=1", "trainer.total_epochs=2", *small]
     cold += ["actor_rollout_ref.actor.optim.lr=3e-4", "trainer.total_training_steps=2"]
@@ -258,7 +258,7 @@ def test_the_model_of_the_wheel_learns_for_two_steps_from_demonstrations_and_for
     rl += ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.rollout.n=2"]
     rl += ["actor_rollout_ref.rollout.response_length=16", f"actor_rollout_ref.model.path={tmp_path}/cold/hf"]
     rl += ["trainer.total_training_steps=1", f"trainer.default_local_dir={run}"]
-    trainer = build_trainer(compose(rl, "smollm2", RECIPE / "config"))
+    trainer = build_trainer(compose(["experiment=smollm2", *rl]))
     try:
         metrics = trainer.step()  # without the checkpoint at the end, which is larger than the model
     finally:
@@ -400,7 +400,7 @@ def test_questions_that_are_now_solved_and_now_not_are_picked(tmp_path, capsys):
 
 def test_steps_and_not_passes_end_a_run_on_picked_questions():
     """Of the page's 684 one pass is 42 steps."""
-    config = compose([], config_name="smollm2", config_dir=RECIPE / "config")
+    config = compose(["experiment=smollm2"])
     passes = config.trainer.total_epochs * 684 // config.data.train_batch_size
     assert config.trainer.total_training_steps == 60 <= passes
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == config.actor_rollout_ref.rollout.temperature

@@ -63,9 +63,8 @@ def test_the_reference_scripts_load_and_validate_on_a_cpu(mode, servers, tmp_pat
 def test_every_shipped_scheduler_can_be_chosen_in_either_mode(name):
     for words in ([], ["actor_rollout_ref.rollout.launch_servers=1"]):
         config = compose(
-            [f"actor_rollout_ref.rollout.multi_turn.scheduler={name}", *words],
-            config_name="thinking_tips_colocate", config_dir=RECIPE / "config",
-        )  # fmt: skip
+            ["experiment=thinking_tips_colocate", f"actor_rollout_ref.rollout.multi_turn.scheduler={name}", *words]
+        )
         check(config)
         assert build_driver(config, DriverParts()).scheduler is not None
 

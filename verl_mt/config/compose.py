@@ -2,7 +2,7 @@
 
 `compose` is what Python users call; `hydra_main` is the body of a command. Both start from the same files::
 
-    schema (base_config) <- config/ppo_trainer.yaml <- config/tiny.yaml or your own YAML <- overrides
+    schema (base_config) <- config groups (task, scale, ...) <- your YAML file <- groups and keys of the command line
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
+from verl_mt.config.groups import GROUPS, group_of, in_place, is_choice, no_such_file, searched_folders
 from verl_mt.config.hydra_source import (
     Composition,
     composing,
     has_packages,
-    is_choice,
     plain_tree,
     register,
     stored_schema,
 )
 from verl_mt.config.normalize import (
+    COMMAND_LINE,
     Problem,
     as_overrides,
     normalize_items,
@@ -262,9 +263,11 @@ def config_of_command(
 def _compose(
     overrides: Sequence[str], config_name: str | None, folder: str | Path | None, extra: tuple[Path, ...]
 ) -> Config:
+    extra += tuple(searched_folders(overrides))  # here too, so that their files may use aliases
     own_file = config_name is not None and _locate(config_name, folder, extra)
-    choices = [word for word in overrides if own_file and is_choice(word, (own_file[0], *extra))]
-    lines, outcome = normalize_overrides([word for word in overrides if word not in choices])
+    places = (own_file[0], *extra) if own_file else extra
+    choices = in_place([word for word in overrides if is_choice(word, places)])
+    lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)])
     notes = list(outcome.notes)
     if config_name is None:
         own = {item.key for item in outcome.items}
@@ -277,10 +280,13 @@ def _compose(
     base, name = own_file or _locate(config_name, folder, extra)
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
     if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
-        lines, choices = _with_packages(base, name, choices, composition) + lines, []
+        theirs = [word for word in choices if (base / group_of(word)).is_dir()]
+        lines = _with_packages(base, name, theirs, composition) + lines
+        choices = [word for word in choices if word not in theirs]
         base, name = shipped_config_dir(), GENERAL
+    composition.chosen = [group for group in GROUPS if group in map(group_of, choices)]
     with composing(composition):
-        tree, failure = _hydra_compose(base, name, choices + lines, extra)
+        tree, failure = _hydra_compose(base, name, lines, extra, choices)
     if failure is not None:
         composition.problems.append(Problem(failure))
     raise_problems(composition.problems)
@@ -306,20 +312,24 @@ def _with_packages(base: Path, name: str, choices: list[str], composition: Compo
 
 
 def _hydra_compose(
-    base: Path, name: str, lines: list[str], extra: tuple[Path, ...] = ()
+    base: Path, name: str, lines: list[str], extra: tuple[Path, ...] = (), choices: Sequence[str] = ()
 ) -> tuple[DictConfig, str | None]:
     """Hydra's own composition; its errors as one text."""
-    searches = bool(extra) or any("hydra." in line for line in lines)
+    searches = bool(extra or choices) or any("hydra." in line for line in lines)
     try:
         if base == shipped_config_dir() and not searches:
             tree = copy.deepcopy(_shipped(base, name))
             ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(lines), tree)
             return tree, None
-        return _read(base, name, lines), None
+        return _read(base, name, [*choices, *lines]), None
     except (HydraException, OmegaConfBaseException) as error:
         missing = getattr(error, "missing_cfg_file", None) or ""
         if (found := why_missing(missing)) is not None:
             return OmegaConf.create(), f"{base / name}.yaml starts from {found[0]}'s {missing}: {found[1]}"
+        if options := getattr(error, "options", None):
+            of_command = missing.rpartition("/")[0] in map(group_of, choices)
+            where = COMMAND_LINE if of_command else f"{base / name}.yaml"
+            return OmegaConf.create(), no_such_file(missing, options, where)
         cause = f": {error.__cause__}" if error.__cause__ else ""
         text = " ".join(f"{error}{cause}".split())
         return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")

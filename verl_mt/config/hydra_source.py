@@ -25,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
+from verl_mt.config.groups import with_places
 from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
 from verl_mt.config.schema import schema
-from verl_mt.config_paths import config_dir
+from verl_mt.config_paths import config_dir, group_folders
 from verl_mt.errors import ConfigError
 from verl_mt.reading import parse_yaml
 
@@ -48,6 +49,10 @@ class Composition:
     """Files are read as Hydra reads them: no names are changed, and only their own folder is searched."""
     explicit: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
+    chosen: Sequence[str] = ()
+    """Config groups that the command line chooses a file of."""
+    named: set[str] = field(default_factory=set)
+    """Config groups in the defaults lists of the files that were read so far."""
 
 
 _CURRENT: ContextVar[Composition | None] = ContextVar("verl_mt_composition", default=None)
@@ -143,15 +148,10 @@ class VerlMTConfigSource(FileConfigSource):
                 composition.explicit |= on_purpose(outcome)
             if "defaults" not in special and is_primary:
                 special["defaults"] = [BASE, "_self_"]
+            if entries := special.get("defaults"):
+                special["defaults"] = with_places(entries, composition.chosen, composition.named, primary=is_primary)
         config = OmegaConf.create({**special, **nested})
         return ConfigResult(config=config, path=f"{_SCHEME}://{self.path}", provider=self.provider, header=header)
-
-
-def is_choice(override: str, folders: Sequence[Path]) -> bool:
-    """Whether an override chooses a file of a config group: `optim@actor_rollout_ref.actor.optim=fsdp`."""
-    key, equals, _ = override.lstrip("+").partition("=")
-    group = key.partition("@")[0]
-    return bool(equals and group) and any((folder / group).is_dir() for folder in folders)
 
 
 def has_packages(file: Path) -> bool:
@@ -212,7 +212,8 @@ class VerlMTSearchPath(SearchPathPlugin):
                 element.path = f"{_SCHEME}://{element.path.removeprefix('file://')}"
         for folder in composition.extra_dirs if composition else ():
             search_path.append("command-line", f"{_SCHEME}://{folder}")
-        search_path.append("verl_mt", f"{_SCHEME}://{config_dir()}")
+        for folder in group_folders():
+            search_path.append("verl_mt", f"{_SCHEME}://{folder}")
 
 
 def stored_schema() -> DictConfig:

@@ -26,7 +26,7 @@ refused, with all other mistakes of the command in one error.
 the condition's own switch is given as off beside it (`use_kl_loss=False kl_loss_type=k1`). Where a plug-in of your own
 is chosen instead (`rollout.name=my.py:Engine`), it means something too.
 
-*Default* is the schema's; *tiny* is what `config/tiny.yaml`, the task that runs without arguments, sets instead.
+*Default* is the schema's; *tiny* is what `config/task/tiny.yaml`, the task that runs without arguments, sets instead.
 """
 
 

@@ -1,7 +1,7 @@
 """The training questions that a model now solves and now does not: what it learns from, for a group of samples that are
 all right or all wrong has no gradient.
 
-    python -m verl_mt.evaluate --config-path recipes/gsm8k/smollm2/config --config smollm2 --model models/cold/hf \\
+    python -m verl_mt.evaluate experiment=smollm2 --model models/cold/hf \\
         --data data/smollm2/train.parquet --n 4 --out eval/train
     python recipes/gsm8k/smollm2/pick_questions.py --rows data/smollm2/train.parquet --evaluated eval/train \\
         --out data/smollm2/mixed.parquet

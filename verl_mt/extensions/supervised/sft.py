@@ -22,6 +22,7 @@ from pathlib import Path
 
 from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import config_of_command
+from verl_mt.config.groups import is_choice
 from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
 from verl_mt.config.schema import Config, TrainerConfig
 from verl_mt.errors import ConfigError, VerlMTError
@@ -203,7 +204,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         UnknownKeyError, ConfigError: everything that is wrong; also an override that means nothing here.
     """
     flags, overrides = split_argv(words)
-    _, outcome = normalize_overrides(overrides)
+    _, outcome = normalize_overrides([word for word in overrides if not is_choice(word)])
     raise_problems(outcome.problems)
     keys = {item.key: item.alias for item in outcome.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
