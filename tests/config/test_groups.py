@@ -129,10 +129,9 @@ def test_null_chooses_no_file():
 
 
 def test_the_engine_wins_over_the_scale_and_a_key_over_both():
-    rollout = compose(["scale=1gpu", "engine=sglang_servers"]).actor_rollout_ref.rollout
-    assert rollout.gpu_memory_utilization == 0.8
-    key = "actor_rollout_ref.rollout.gpu_memory_utilization=0.6"
-    assert compose([key, "scale=1gpu"]).actor_rollout_ref.rollout.gpu_memory_utilization == 0.6
+    memory = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    assert value_of(compose(["scale=1gpu", "engine=sglang_servers"]), memory) == 0.8
+    assert value_of(compose([f"{memory}=0.6", "scale=1gpu"]), memory) == 0.6
 
 
 FILES = {
