@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
+from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.groups import GROUPS, group_of, in_place, is_choice, no_such_file, searched_folders
 from verl_mt.config.hydra_source import (
     Composition,
@@ -118,7 +119,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
 def _explicit_in_file(keys: Collection[str]) -> Collection[str]:
     """What a mapping says on purpose. One with every key is a run's own `config.yaml`: what was given on purpose was
     checked when the run began, and is not known any more."""
-    return () if whole_keys(keys) >= leaves().keys() else keys
+    return () if whole_keys(keys) >= leaves().keys() - keys_of_packages() else keys
 
 
 def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> Config:
@@ -156,11 +157,23 @@ def config_to_yaml(config: Config) -> str:
     In mappings for other people's code (`reward.kwargs`) a text from the environment stays `${oc.env:NAME}`.
     """
     plain = dataclasses.asdict(config)
+    for key in keys_of_packages() & leaves().keys():  # so that the file is read where the package is missing
+        if value_of(config, key) == leaves()[key].default:
+            _drop(plain, key.split("."))
     for path, (written, resolved) in vars(config).get("_interpolations", {}).items():
         holder = functools.reduce(_below, path[:-1], plain)
         if _below(holder, path[-1]) == resolved:  # nobody has changed it since
             holder[path[-1]] = written
     return OmegaConf.to_yaml(OmegaConf.create(redact(plain)))
+
+
+def _drop(holder: dict[str, Any], path: list[str]) -> None:
+    """A key, and the sections that hold nothing else."""
+    name, *rest = path
+    if rest:
+        _drop(holder[name], rest)
+    if not rest or not holder[name]:
+        del holder[name]
 
 
 def _below(holder: Any, key: Any) -> Any:

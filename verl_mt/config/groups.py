@@ -64,11 +64,12 @@ def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], 
         name, value = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         if name.startswith("override "):
             overriding.append(entry)
+        elif primary and name in chosen:
+            continue
         elif name not in named or (value is not None and name not in chosen):
             places.append(entry)
     if primary:
-        listed = {next(iter(entry)) for entry in places if isinstance(entry, dict)}
-        places += [{name: None} for name in chosen if name not in listed]
+        places += [{name: None} for name in chosen]
     named |= {next(iter(entry)) for entry in places if isinstance(entry, dict)}
     return places + overriding
 
