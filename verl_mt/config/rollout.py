@@ -227,6 +227,11 @@ class RolloutConfig(Section):
         min=0.001,
         when=OTHER_ENGINE,
     )
+    weight_sync_dir: str | None = option(
+        None,
+        "Folder of the weights' files, if the engine reads new weights from files; null = in the run directory.",
+        when=OTHER_ENGINE,
+    )
     update_weights_bucket_megabytes: int = option(
         512, "Weights travel in pieces of this size.", min=1, when=OTHER_ENGINE
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -332,9 +331,6 @@ class InferenceEngine(abc.ABC):
     """In a branch, set by who made it: sends a word to the engine's `hear`, from the rollout's event loop."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Distributions that it imports where it `lives_beside_ranks`: all machines must have one version of each."""
-
-    weights_folder: Path | None = None
-    """Where it reads files of weights (the transport `disk`); None = in the run directory."""
 
     @classmethod  # noqa: B027 - most engines have nothing to refuse
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:

@@ -401,10 +401,12 @@ def place_engine(
 
 
 def weight_sync(config: Config, stream: RolloutStream, workers: WorkerGroup, folder: Path) -> WeightSync:
-    """From these workers to the stream's engine; files go to `folder` where the engine names none."""
-    engine, megabytes = stream.runner.context.engine, config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-    transport = Transport(bucket_bytes=megabytes * 1024 * 1024, folder=engine.weights_folder or folder)
-    return WeightSync(engine, workers, stream.call, transport)
+    """From these workers to the stream's engine; files go to `folder` where the configuration names none."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weight_sync_dir is not None:
+        folder = Path(rollout.weight_sync_dir)
+    transport = Transport(bucket_bytes=rollout.update_weights_bucket_megabytes * 1024 * 1024, folder=folder)
+    return WeightSync(stream.runner.context.engine, workers, stream.call, transport)
 
 
 def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_mt.config.declare import Section, all_of, is_set, only, option, without
+from verl_mt.config.declare import Section, all_of, is_set, option, without
 from verl_mt.config.extended import ConfigSections
 from verl_mt.config.rollout import OTHER_ENGINE
 from verl_mt.config.schema import Config, TrainerConfig, explicit_keys
@@ -53,8 +53,8 @@ class RolloutKeys(Section):
     )
     launch_servers: int = option(
         0,
-        "Another word for so many separate engines on one machine, nnodes=1 with as many devices as they need. Without "
-        "Ray: HTTP servers that are started on this machine (docs/sglang.md). 0 = none.",
+        "Number of separate engines on one machine: short for nnodes=1 and the devices that they need. Without Ray: "
+        "number of HTTP servers to start on this machine (docs/sglang.md). 0 = none.",
         min=0,
         when=OTHER_ENGINE,
     )
@@ -65,11 +65,6 @@ class RolloutKeys(Section):
         "`weight_sync_dir`; auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
         choices=("auto", "tensors", "copy", "broadcast", "disk"),
         when=OTHER_ENGINE,
-    )
-    weight_sync_dir: str | None = option(
-        None,
-        "Folder of the weights' files, which the servers read; null = in the run directory.",
-        when=all_of(OTHER_ENGINE, only(f"{ROLLOUT}.weight_transport", "disk", own=False)),
     )
 
     @property
@@ -140,7 +135,12 @@ def _problems_of_sglang(config: Config) -> Iterator[str]:
     urls = [url.rstrip("/") for url in keys.servers]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"{ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
-    way = keys.weight_transport
+    way, folder = keys.weight_transport, config.actor_rollout_ref.rollout.weight_sync_dir
+    if folder is not None and way != "disk":
+        yield (
+            f"{ROLLOUT}.weight_sync_dir is {folder}, which means something only with {ROLLOUT}.weight_transport=disk "
+            f"(it is {way}): set that too, or leave it out"
+        )
     if way == "broadcast" and keys.placed == "colocated":
         yield f"{ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
     if way in ("tensors", "copy") and keys.devices_apart and config.trainer.placement == "ray":

@@ -149,7 +149,7 @@ class SGLangEngine(InferenceEngine):
     def __init__(self, options: SGLangOptions):
         if not options.servers:
             require_sglang()
-        self._options, self.weights_folder = options, options.weights_folder
+        self._options = options
         self._shape: ModelShape | None = None
         # Ranks elsewhere reach hosts and servers; an engine beside this process is reached from here.
         by_memory = {"tensor_buckets"} | ({"from_ranks"} if options.hosts or options.servers else set())

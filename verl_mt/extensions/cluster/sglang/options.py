@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,8 +74,6 @@ class SGLangOptions:
     hosts: tuple[EngineHost, ...] = ()
     """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
     transport: str = "auto"
-    weights_folder: Path | None = None
-    """Of the transport `disk`; None = in the run directory."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -113,7 +110,6 @@ class SGLangOptions:
             servers=tuple(url.rstrip("/") for url in keys.servers),
             num_launched=keys.launch_servers,
             transport=keys.weight_transport,
-            weights_folder=None if keys.weight_sync_dir is None else Path(keys.weight_sync_dir),
             engine_kwargs=dict(rollout.engine_kwargs),
             hosts=hosts,
         )
