@@ -215,7 +215,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         _refuse_unread(keys, read)
         reject_unused_keys(config, among=read)
         _leave_out_rl(config, keeps_agg=_AGG in keys)
-        _name_apart(config.trainer, keys)
+        _name_apart(config.trainer, keys | {word.lstrip("+").partition("=")[0]: word for word in overrides})
     return config
 
 
@@ -238,7 +238,7 @@ def _refuse_unread(keys: Mapping[str, str], read: tuple[str, ...]) -> None:
 
 def _name_apart(trainer: TrainerConfig, keys: Collection[str]) -> None:
     """The directory that the file of a run names is the run's: this training has one beside it."""
-    if not {"trainer.experiment_name", "trainer.default_local_dir"} & set(keys):
+    if not {"trainer.experiment_name", "trainer.default_local_dir", "hydra.run.dir"} & set(keys):
         trainer.experiment_name += "-sft"
         if trainer.default_local_dir is not None:
             trainer.default_local_dir = trainer.default_local_dir.rstrip("/") + "-sft"
