@@ -21,6 +21,7 @@ from verl_mt.config.schema import Config
 from verl_mt.extensions.hydra_commands.jobs import JobFailedError, ended, last_value, table
 from verl_mt.extensions.hydra_commands.redacted import with_hidden
 from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.supervised.sft import config_of
 
 REPO = Path(__file__).resolve().parents[2]
 KEY = "sk-Planted12345678secretABCDEF"
@@ -124,6 +125,12 @@ def test_what_the_task_raises_comes_through(conf):
         hydra_main(task, argv=conf)
 
 
+def test_supervised_training_takes_groups_and_hydras_run_directory(conf):
+    config = config_of("rows.jsonl", [*conf, "+experiment=big", "hydra.run.dir=cold"])
+    assert config is not None
+    assert (config.data.seed, config.trainer.default_local_dir) == (7, str(Path("cold").absolute()))
+
+
 def test_nothing_is_left_behind(conf, tmp_path):
     run(*conf)
     assert [path.name for path in tmp_path.iterdir()] == ["conf"]
@@ -175,7 +182,7 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
     [
         (
             ["data.seed=1,2"],
-            "several values are a sweep. Give one value, or add --multirun",
+            "several values are a sweep. Give one value, or train with --multirun",
         ),
         (["--experimental-rerun", "x.pickle"], "--experimental-rerun reads a pickle"),
         (["--cfg", "job", "-p", "nothing"], "--package nothing"),

@@ -49,6 +49,7 @@ from verl_mt.config.hydra_source import (
     register,
 )
 from verl_mt.config.normalize import (
+    Item,
     Problem,
     Sweep,
     as_overrides,
@@ -339,8 +340,8 @@ class Plan:
     lines: list[str]
     """Overrides in our names."""
     composition: Composition
-    explicit: set[str] = field(default_factory=set)
-    """Keys that the overrides set."""
+    items: list[Item] = field(default_factory=list)
+    """What the overrides set."""
     notes: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     """Keys with several values."""
@@ -367,23 +368,22 @@ def _plan(
     with composing(Composition(primary="", extra_dirs=extra)):
         choices = group_choices(*(own_file or (shipped_config_dir(), GENERAL)), overrides)
     lines, outcome = normalize_overrides([word for word in overrides if word not in choices], sweep)
-    explicit = {item.key for item in outcome.items}
     notes = list(outcome.notes)
     if config_name is None:
-        general = {"data.train_files", "actor_rollout_ref.model.path"} <= explicit.union(outcome.swept)
+        own = {item.key for item in outcome.items}.union(outcome.swept)
+        general = {"data.train_files", "actor_rollout_ref.model.path"} <= own
         config_name = GENERAL if general else TINY
         if general:
             notes.append(
                 "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
             )
     base, name = own_file or _locate(config_name, folder, extra)
-    composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
+    composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems), sweep=sweep)
     if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
         of_file, of_groups = _with_packages(base, name, choices, composition), choices
         composition.primary, base, name = GENERAL, shipped_config_dir(), GENERAL
-        return Plan(base, name, of_file + lines, composition, explicit, notes, outcome.swept, of_file, of_groups)
-    composition.sweep = sweep
-    return Plan(base, name, choices + lines, composition, explicit, notes, outcome.swept)
+        return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, of_groups)
+    return Plan(base, name, choices + lines, composition, outcome.items, notes, outcome.swept)
 
 
 def composed(plan: Plan) -> Config:
@@ -401,7 +401,10 @@ def _finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
     Args:
         run_dir: `hydra.run.dir` where it is set: the run directory.
     """
-    key, explicit = "trainer.default_local_dir", plan.explicit.union(_explicit_in_file(plan.composition.explicit))
+    key, explicit = (
+        "trainer.default_local_dir",
+        {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit)),
+    )
     if run_dir is not None:
         own = OmegaConf.select(tree, key)
         if key in explicit and own is not None and to_absolute_path(own) != run_dir:

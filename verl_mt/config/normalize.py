@@ -522,7 +522,7 @@ def _quote_placeholder(text: str) -> str:
 def _refuse_form(override: Override, text: str, sweep: Sweep | None) -> Problem | None:
     key = override.key_or_group
     if override.is_sweep_override() and sweep is None:
-        return Problem(f"{text} ({COMMAND_LINE}): several values are a sweep. Give one value, or add --multirun")
+        return Problem(f"{text} ({COMMAND_LINE}): several values are a sweep. Give one value, or train with --multirun")
     if override.is_delete() and not open_parent(key):
         return Problem(
             f"{text} ({COMMAND_LINE}): a key of the schema cannot be deleted; set it to null",

@@ -125,8 +125,8 @@ def _check(plan: Plan, fixed: list[str]) -> None:
     """Raises:
     UnknownKeyError, ConfigError: what is wrong with the overrides, and with the files if something is.
     """
-    problems = plan.composition.problems
-    for key in sorted({key for key in plan.swept if plan.swept.count(key) > 1 or key in plan.explicit}):
+    problems, own = plan.composition.problems, {item.key for item in plan.items}
+    for key in sorted({key for key in plan.swept if plan.swept.count(key) > 1 or key in own}):
         problems.append(Problem(f"{key} ({COMMAND_LINE}) is swept and set again: set it once"))
     if places := sorted(_PLACES & {_key(word) for word in plan.lines}):
         text = f"{', '.join(places)} ({COMMAND_LINE}): each job has its own folder. Set hydra.sweep.dir instead"

@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from verl_mt.config.checks import reject_unused_keys
-from verl_mt.config.compose import config_of_command
-from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
+from verl_mt.config.compose import Command, config_of_command
+from verl_mt.config.normalize import raise_problems, split_argv
 from verl_mt.config.schema import Config, TrainerConfig
 from verl_mt.errors import ConfigError, VerlMTError
 
@@ -203,9 +203,9 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         UnknownKeyError, ConfigError: everything that is wrong; also an override that means nothing here.
     """
     flags, overrides = split_argv(words)
-    _, outcome = normalize_overrides(overrides)
-    raise_problems(outcome.problems)
-    keys = {item.key: item.alias for item in outcome.items}
+    plan = Command(words, "ppo_trainer", "verl_mt.sft").plan()
+    raise_problems(plan.composition.problems)
+    keys = {item.key: item.alias for item in plan.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
     quoted = "'" + data.replace("'", "\\'") + "'"
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
