@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ GROUPS = ("task", "scale", "engine", "algorithm", "logger", "experiment")
 
 
 def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
-    """Whether an override chooses a file of a config group: `algorithm=dapo`, `optim@actor_rollout_ref.actor.optim=x`.
+    """Whether an override chooses files of a config group: `algorithm=dapo`, `algorithm=dapo,rloo`, `~algorithm`,
+    `optim@actor_rollout_ref.actor.optim=x`.
 
     A mapping is none (`algorithm={gamma:0.9}` sets keys of the section). Nor is a list of trackers: each file of
     `logger` sets `trainer.logger`, so that only the last one would count.
@@ -25,7 +25,7 @@ def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
     """
     group, value = group_of(override), override.partition("=")[2]
     sets_keys = value.startswith(("{", "[") if group == "logger" else "{")
-    if not group or not value or sets_keys:
+    if not group or not (value or override.startswith("~")) or sets_keys:
         return False
     return any((folder / group).is_dir() for folder in (*folders, *group_folders()))
 
@@ -45,14 +45,14 @@ def in_place(choices: Sequence[str]) -> list[str]:
     return [f"~{word.lstrip('+').removesuffix('=null')}" if word.endswith("=null") else word for word in words]
 
 
-def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], *, primary: bool) -> list[Any]:
+def with_places(entries: Sequence[Any], chosen: Collection[str], named: set[str], *, primary: bool) -> list[Any]:
     """A file's defaults list in which each group has one place: a chosen one at the end of the primary file's list.
 
     So a choice of the command line wins over the file.
 
     Args:
         entries: the file's list.
-        chosen: groups of `GROUPS` that the command line chooses.
+        chosen: groups that the command line chooses. Those of `GROUPS` get a place.
         named: groups in the lists of the files that were read before. Those of this file are added.
         primary: whether it is the primary file.
     """
@@ -68,17 +68,9 @@ def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], 
             places.append(entry)
     if primary:
         listed = {next(iter(entry)) for entry in places if isinstance(entry, dict)}
-        places += [{name: None} for name in chosen if name not in listed]
+        places += [{name: None} for name in GROUPS if name in chosen and name not in listed]
     named |= {next(iter(entry)) for entry in places if isinstance(entry, dict)}
     return places + overriding
-
-
-def searched_folders(overrides: Sequence[str]) -> Iterator[Path]:
-    """The folders that `hydra.searchpath=[file://FOLDER]` on the command line names."""
-    for word in overrides:
-        if word.lstrip("+").startswith("hydra.searchpath="):
-            found = map(Path, re.findall(r"file://([^,\]'\"]+)", word))
-            yield from (folder.resolve() for folder in found if folder.is_dir())
 
 
 def no_such_file(missing: str, options: Sequence[str], where: str) -> str:

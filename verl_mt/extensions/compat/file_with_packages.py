@@ -1,0 +1,43 @@
+"""A YAML file that puts others at places of its choice (`- actor@actor_rollout_ref.actor: dp_actor`), as verl's do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_mt.config.hydra_source import Composition, composing
+from verl_mt.config.normalize import as_overrides, normalize_items, on_purpose
+from verl_mt.errors import ConfigError
+
+
+def as_our_overrides(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
+    """The file and its config groups as overrides of the shipped base.
+
+    Its files are written for places that only Hydra knows, so that names are changed behind Hydra and not while it
+    reads; the same file may stand in two places.
+
+    Args:
+        base: the folder of the file.
+        name: the file's name, without .yaml.
+        choices: overrides of its groups.
+        composition: gets what is wrong with the files.
+
+    Raises:
+        ConfigError: a group, or a file in it, is missing.
+    """
+    try:
+        files = hydra.initialize_config_dir(config_dir=str(base), version_base="1.3")
+        with composing(Composition(primary=name, plain=True)), files:
+            tree = OmegaConf.to_container(hydra.compose(config_name=name, overrides=choices), resolve=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(str(error).split())} (config {name!r} of {base})") from None
+    assert isinstance(tree, dict)
+    outcome = normalize_items(((str(key), value) for key, value in tree.items()), str(base / f"{name}.yaml"))
+    composition.problems += outcome.problems
+    composition.notes += outcome.notes
+    composition.explicit |= on_purpose(outcome)
+    return as_overrides(outcome.items)
