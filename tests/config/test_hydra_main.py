@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,8 @@ def conf(tmp_path, monkeypatch):
         "algo/rloo": "# @package _global_\nalgorithm: {adv_estimator: rloo}\n",
         "algo/bad": "# @package _global_\nalgorithm: {adv_estimatr: rloo}\n",
         "experiment/big": "# @package _global_\ndefaults: [{override /algo: rloo}]\ndata: {val_seed: 5}\n",
+        "parts/seeds": "seed: 77\n",
+        "packaged": "defaults: [ppo_trainer, parts@trainer: seeds, _self_, override algorithm: dapo]\ndata: {seed: 8}",
         "logger/two": "# @package _global_\ntrainer: {logger: [console, tensorboard]}\n",
     }
     for name, text in files.items():
@@ -87,6 +90,11 @@ def refused(capsys, *words: str, status: int = 2) -> str:
         (["++data.seed=3"], "data.seed", 3),
         (["trainer.project_name=${oc.env:MINE}"], "trainer.project_name", "from env"),
         (["trainer.project_name=${hydra:job.config_name}"], "trainer.project_name", "mine"),
+        (["+parts@trainer=seeds"], "trainer.seed", 77),
+        (["+parts@trainer=seeds", "algorithm=dapo"], "data.seed", 7),
+        (["-cn", "packaged"], "trainer.seed", 77),
+        (["-cn", "packaged"], "data.seed", 8),
+        (["-cn", "packaged"], "actor_rollout_ref.actor.clip_ratio_high", 0.28),
         (["learning_rate=0.5"], "actor_rollout_ref.actor.optim.lr", 0.5),
         (["hydra.searchpath=[more]", "+extra=on"], "data.seed", 11),
     ],
@@ -358,8 +366,14 @@ def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "0 finished, 0 skipped, 2 failed" in done.stdout
-    assert "failed    prompt_key=nobody  (exit status 2)" in done.stdout
-    assert "Traceback" not in done.stderr
+    why = re.search(r"^  failed    prompt_key=nobody  \(exit status 2: (error: .*nobody.*)\)$", done.stdout, re.M)
+    assert why is not None, done.stdout
+    (log,) = tmp_path.glob("runs/sweeps/*/prompt_key=nobody/stderr.log")
+    assert why[1].rstrip("…") in log.read_text()
+    assert "Traceback" not in done.stderr + log.read_text()
+    report = done.stdout.splitlines()[-1].partition("compare them: python -m ")[2].split()
+    assert subprocess.run([sys.executable, "-m", *report], cwd=tmp_path, env=env).returncode == 0
+    assert (log.parents[1] / "report.html").is_file()
     asked = subprocess.run(
         [*words, "hydra.sweeper.max_batch_size=1"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
@@ -371,4 +385,7 @@ def test_the_table_of_a_sweep(tmp_path, monkeypatch):
     line = {"folder": "seed=1", "status": "finished", "seconds": 2.5, "ended": 10.0}
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps({**line, "ended": at}) + "\n" for at in (5.0, 10.0)))
     lines = ended(tmp_path, 7.0)
-    assert table(tmp_path, lines) == "sweep .: 1 finished, 0 skipped, 0 failed\n  finished  seed=1  (2.5 s)"
+    assert table(tmp_path, lines) == (
+        "sweep .: 1 finished, 0 skipped, 0 failed\n  finished  seed=1  (2.5 s)\n"
+        "compare them: python -m verl_mt.report ."
+    )

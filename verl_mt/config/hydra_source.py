@@ -54,7 +54,7 @@ class Composition:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Files are read as Hydra reads them: no names are changed, and only their own folder is searched."""
+    """Files are read as Hydra reads them: no names are changed."""
     explicit: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
     choices: Sequence[str] = ()
@@ -268,15 +268,16 @@ class VerlMTSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         composition = _CURRENT.get()
-        if (composition is None and not _REGISTERED) or (composition is not None and composition.plain):
+        if composition is None and not _REGISTERED:
             return
+        scheme = "file" if composition and composition.plain else _SCHEME
         for element in search_path.get_path():
             if element.provider != "hydra" and "://" not in element.path.removeprefix("file://"):
-                element.path = f"{_SCHEME}://{element.path.removeprefix('file://')}"
+                element.path = f"{scheme}://{element.path.removeprefix('file://')}"
         for folder in composition.extra_dirs if composition else ():
-            search_path.append("command-line", f"{_SCHEME}://{folder}")
+            search_path.append("command-line", f"{scheme}://{folder}")
         for folder in group_folders():
-            search_path.append("verl_mt", f"{_SCHEME}://{folder}")
+            search_path.append("verl_mt", f"{scheme}://{folder}")
 
 
 def stored_schema() -> DictConfig:

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.hydra_source import Composition, composing
 from verl_mt.config.normalize import as_overrides, normalize_items, on_purpose
+from verl_mt.config.schema import leaves, whole_keys
 from verl_mt.errors import ConfigError
 
 
@@ -30,13 +31,18 @@ def as_our_overrides(base: Path, name: str, choices: list[str], composition: Com
         ConfigError: a group, or a file in it, is missing.
     """
     try:
-        files = hydra.initialize_config_dir(config_dir=str(base), version_base="1.3")
-        with composing(Composition(primary=name, plain=True)), files:
+        with (
+            composing(Composition(primary=name, extra_dirs=composition.extra_dirs, plain=True)),
+            hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"),
+        ):
             tree = OmegaConf.to_container(hydra.compose(config_name=name, overrides=choices), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{' '.join(str(error).split())} (config {name!r} of {base})") from None
     assert isinstance(tree, dict)
     outcome = normalize_items(((str(key), value) for key, value in tree.items()), str(base / f"{name}.yaml"))
+    if whole_keys({item.key for item in outcome.items}) >= leaves().keys():  # it starts from our schema
+        defaults = {key: leaf.default for key, leaf in leaves().items()}
+        outcome.items = [item for item in outcome.items if item.value != defaults.get(item.key, item)]
     composition.problems += outcome.problems
     composition.notes += outcome.notes
     composition.explicit |= on_purpose(outcome)

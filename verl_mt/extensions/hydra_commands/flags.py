@@ -76,4 +76,5 @@ def _redacted_output(flags: argparse.Namespace) -> Iterator[None]:
             "".join(head) + (OmegaConf.to_yaml(content) if isinstance(content, dict | list) else f"{content}\n"), end=""
         )
     finally:
-        root.handlers[:], root.level = handlers, level
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -7,6 +7,7 @@ import ctypes
 import difflib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,10 @@ SECRETS = "VERL_MT_SWEEP_SECRETS"
 """Variable of the environment, for the processes of launchers: overrides with secrets, which Hydra does not see."""
 _JOBS = "jobs.jsonl"
 """In a sweep's directory: a line for each job that ended, or was skipped."""
+_ERRORS = "stderr.log"
+"""In a job's folder: what its process wrote to stderr. The report of a sweep shows its last error."""
+_MAX_WHY = 200
+"""Characters of a failure in the table."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,8 +67,8 @@ class Job:
         words = [*(secrets.get(word, word) for word in self.words), *own]
         began = time.monotonic()
         place = literal(str(folder))
-        words += [f"trainer.default_local_dir={place}", f"hydra.run.dir={place}"]
-        status = None if (folder / "FINISHED").exists() else _run([*self.start, *words])
+        words += [f"trainer.default_local_dir={place}", f"hydra.run.dir={place}", "hydra.mode=RUN"]
+        status = None if (folder / "FINISHED").exists() else _run([*self.start, *words], folder / _ERRORS)
         line = {
             "folder": folder.name if folder.parent == Path(hydra.sweep.dir) else str(folder),
             "status": "skipped" if status is None else "failed" if status else "finished",
@@ -72,7 +77,7 @@ class Job:
             "overrides": own,
             "ended": time.time(),
         }
-        objective, failure = None, f"exit status {status}"
+        objective, failure = None, f"exit status {status}: {_last_line(folder / _ERRORS)}" if status else ""
         if not status and (metric := os.environ.get(OBJECTIVE)):
             try:
                 objective = line["objective"] = last_value(folder, metric)
@@ -118,17 +123,29 @@ def table(folder: Path, lines: list[dict[str, Any]]) -> str:
     rows = [
         f"  {line['status']:8}  {line['folder']}  ({line.get('why') or str(line['seconds']) + ' s'})" for line in lines
     ]
-    return "\n".join([f"sweep {os.path.relpath(folder)}: {head}", *rows])
+    place = os.path.relpath(folder)
+    return "\n".join([f"sweep {place}: {head}", *rows, f"compare them: python -m verl_mt.report {shlex.quote(place)}"])
 
 
-def _run(words: list[str]) -> int:
+def _last_line(file: Path) -> str:
+    lines = [line.strip() for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    text = lines[-1] if lines else "nothing on stderr"
+    return text if len(text) <= _MAX_WHY else f"{text[:_MAX_WHY]}…"
+
+
+def _run(words: list[str], errors: Path) -> int:
     """The exit status of a process. Waits for it; signals to this process go to it.
+
+    Args:
+        words: the command.
+        errors: gets its stderr.
 
     Raises:
         SystemExit: this process was asked to stop.
     """
     # A session of its own: Ctrl-C reaches it once, from here.
-    process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent)
+    with errors.open("wb") as file:
+        process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=file)
     with _forwarded(process) as received:
         status = process.wait()
     if received:

@@ -28,6 +28,8 @@ _NAMES = ("trainer.experiment_name", "trainer.project_name")
 _TASK = ("data.train_files", "data.val_files", "reward.")
 """Keys, or beginnings of keys, that decide what a reward measures."""
 _LOGS = ("*.log", "*.err", "*.out", "stderr*")
+_OF_A_JOB = (".hydra", "stderr.log")
+"""What a job leaves that never became a run."""
 _LOG_TAIL_BYTES = 65536
 _ERROR = re.compile(
     r"^(?:error|fatal): |^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$)|\b(?:ERROR|CRITICAL)\b"
@@ -173,7 +175,7 @@ def _jobs_below(folder: Path, levels: int) -> Iterator[Path]:
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error.strerror or error}") from error
     for path in (folder / name for name in sorted(found, key=_natural)):
-        if is_run(path) or (path / ".hydra").is_dir():
+        if is_run(path) or any((path / name).exists() for name in _OF_A_JOB):
             yield path
         elif levels > 1:
             yield from _jobs_below(path, levels - 1)
