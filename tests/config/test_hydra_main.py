@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from verl_mt.config.schema import Config
 from verl_mt.extensions.hydra_commands.jobs import JobFailedError, ended, last_value, table
 from verl_mt.extensions.hydra_commands.redacted import with_hidden
 from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.inspection.report.sweep import SweepCollector
 from verl_mt.extensions.supervised.sft import config_of
 
 REPO = Path(__file__).resolve().parents[2]
@@ -316,64 +316,86 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "verl_mt.trainer", *SMALL, *words]
 
 
+def killed_in_the_second_job(words: list[str], cwd: Path, env: dict[str, str]) -> Path:
+    """Starts a sweep and kills it with SIGKILL when its second job has trained a step; the sweep's directory."""
+    with subprocess.Popen(words, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as sweep:
+        deadline = time.monotonic() + 400
+        while len(found := list(cwd.glob("runs/sweeps/*/*/metrics.jsonl"))) < 2 and time.monotonic() < deadline:
+            assert sweep.poll() is None
+            time.sleep(0.1)
+        sweep.send_signal(signal.SIGKILL)
+    return found[0].parents[1]
+
+
+def statuses(sweep: Path) -> list[tuple[str, str]]:
+    lines = [json.loads(line) for line in (sweep / "jobs.jsonl").read_text().splitlines()]
+    assert all(isinstance(line["objective"], float) for line in lines)
+    return [(line["folder"], line["status"]) for line in lines]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_sweep_that_is_killed_goes_on_and_leaves_no_secret(tmp_path):
-    """Two jobs: the first finishes, the sweep is killed in the second, the same command does the rest."""
+@pytest.mark.timeout(900)
+def test_a_sweep_of_estimators_and_seeds_that_is_killed_goes_on_and_leaves_no_secret(tmp_path):
+    """The first of six jobs finishes, the sweep is killed in the second, the same command does the rest, each once."""
     (tmp_path / "score.py").write_text(
         "def compute_score(solution_str, api_key=None, **kw):\n    return len(solution_str) % 2\n"
     )
     words = command(
-        "-m", "trainer.seed=1,2", "reward.path=score.py", "reward.name=compute_score", f"reward.kwargs.api_key={KEY}"
-    )
+        "-m", "algorithm=grpo,rloo,reinforce_plus_plus", "trainer.seed=1,2", "trainer.total_training_steps=2",
+        "trainer.save_freq=1", "reward.path=score.py", "reward.name=compute_score", f"reward.kwargs.api_key={KEY}",
+    )  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(REPO), "VERL_MT_OBJECTIVE": "reward/mean"}
-    killed = subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 400
-    while not (found := list(tmp_path.glob("runs/sweeps/*/jobs.jsonl"))) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    (jobs,) = found
-    second = jobs.parent / "seed=2"
-    while not second.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    sweep = killed_in_the_second_job(words, tmp_path, env)
+    jobs = [f"algorithm={name},seed={seed}" for name in ("grpo", "rloo", "reinforce_plus_plus") for seed in (1, 2)]
+    first, *rest = jobs
+    assert statuses(sweep) == [(first, "finished")]
 
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "1 finished, 1 skipped, 0 failed" in done.stdout
-    assert sorted(path.name for path in jobs.parent.iterdir() if path.is_dir()) == ["seed=1", "seed=2"]
-    lines = [json.loads(line) for line in jobs.read_text().splitlines()]
-    assert [(line["folder"], line["status"]) for line in lines] == [
-        ("seed=1", "finished"), ("seed=1", "skipped"), ("seed=2", "finished"),
-    ]  # fmt: skip
-    assert all(isinstance(line["objective"], float) for line in lines)
-    for folder in ("seed=1", "seed=2"):
-        config = yaml.safe_load((jobs.parent / folder / "config.yaml").read_text())
-        assert config["trainer"]["default_local_dir"] == str(jobs.parent / folder)
-        hydra = yaml.safe_load((jobs.parent / folder / ".hydra" / "hydra.yaml").read_text())["hydra"]
-        assert hydra["runtime"]["output_dir"] == str(jobs.parent / folder)
-        assert {path.name for path in (jobs.parent / folder / ".hydra").iterdir()} == {
-            "config.yaml", "hydra.yaml", "overrides.yaml",
-        }  # fmt: skip
+    assert "5 finished, 1 skipped, 0 failed" in done.stdout
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == sorted(jobs)
+    assert statuses(sweep) == [(first, "finished"), (first, "skipped"), *((name, "finished") for name in rest)]
+    contents = SweepCollector(sweep).contents()
+    assert len(contents.sweep["settings"]) == 3 and contents.sweep["keys"] == ["algorithm.adv_estimator"]
+    assert [(job["state"], job["same_as"]) for job in contents.sweep["jobs"]] == [("finished", None)] * 6
+    for name in jobs:
+        config = yaml.safe_load((sweep / name / "config.yaml").read_text())
+        assert config["trainer"]["default_local_dir"] == str(sweep / name)
+        hydra = yaml.safe_load((sweep / name / ".hydra" / "hydra.yaml").read_text())["hydra"]
+        assert hydra["runtime"]["output_dir"] == str(sweep / name)
+        files = {path.name for path in (sweep / name / ".hydra").iterdir()}
+        assert files == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+        steps = [json.loads(line)["step"] for line in (sweep / name / "metrics.jsonl").read_text().splitlines()]
+        assert steps == [1, 2]
     holders = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert holders == []
 
 
 @pytest.mark.slow
+def test_jobs_of_joblib_are_processes_of_their_own(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = command("-m", "trainer.seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])}
+    for result in ("2 finished, 0 skipped", "0 finished, 2 skipped"):
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert result in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
-    words = command("-m", "data.prompt_key=nothing,nobody", "trainer.logger=[]")
+    words = command("-m", "actor_rollout_ref.actor.ppo_mini_batch_size=3,5")
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "0 finished, 0 skipped, 2 failed" in done.stdout
-    why = re.search(r"^  failed    prompt_key=nobody  \(exit status 2: (error: .*nobody.*)\)$", done.stdout, re.M)
-    assert why is not None, done.stdout
-    (log,) = tmp_path.glob("runs/sweeps/*/prompt_key=nobody/stderr.log")
-    assert why[1].rstrip("…") in log.read_text()
-    assert "Traceback" not in done.stderr + log.read_text()
-    report = done.stdout.splitlines()[-1].partition("compare them: python -m ")[2].split()
-    assert subprocess.run([sys.executable, "-m", *report], cwd=tmp_path, env=env).returncode == 0
-    assert (log.parents[1] / "report.html").is_file()
+    (log,) = tmp_path.glob("runs/sweeps/*/ppo_mini_batch_size=5/stderr.log")
+    why = log.read_text().strip()
+    assert why.startswith("error: ") and "Traceback" not in done.stderr
+    assert f"  failed    ppo_mini_batch_size=5  (exit status 2: {why})" in done.stdout
+    sweep = log.parents[1]
+    assert done.stdout.endswith(f"compare them: python -m verl_mt.report {sweep.relative_to(tmp_path)}\n")
+    jobs = SweepCollector(sweep).contents().sweep["jobs"]
+    assert [job["state"] for job in jobs] == ["failed", "failed"] and jobs[1]["error"] == why
     asked = subprocess.run(
         [*words, "hydra.sweeper.max_batch_size=1"], cwd=tmp_path, env=env, capture_output=True, text=True
     )

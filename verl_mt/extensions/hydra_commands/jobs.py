@@ -31,7 +31,7 @@ SECRETS = "VERL_MT_SWEEP_SECRETS"
 _JOBS = "jobs.jsonl"
 """In a sweep's directory: a line for each job that ended, or was skipped."""
 _ERRORS = "stderr.log"
-"""In a job's folder: what its process wrote to stderr. The report of a sweep shows its last error."""
+"""In a failed job's folder: what its process wrote to stderr. The report of a sweep shows its last error."""
 _MAX_WHY = 200
 """Characters of a failure in the table."""
 _PR_SET_PDEATHSIG = 1
@@ -138,16 +138,22 @@ def _run(words: list[str], errors: Path) -> int:
 
     Args:
         words: the command.
-        errors: gets its stderr.
+        errors: gets its stderr if it fails.
 
     Raises:
         SystemExit: this process was asked to stop.
     """
-    # A session of its own: Ctrl-C reaches it once, from here.
-    with errors.open("wb") as file:
+    errors.unlink(missing_ok=True)
+    running = errors.parent.with_name(f".{errors.parent.name}.stderr")  # the run wants its directory empty
+    with running.open("wb") as file:
+        # A session of its own: Ctrl-C reaches it once, from here.
         process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=file)
     with _forwarded(process) as received:
         status = process.wait()
+    if status:
+        running.replace(errors)
+    else:
+        running.unlink()
     if received:
         raise SystemExit(128 + received[0])
     return status

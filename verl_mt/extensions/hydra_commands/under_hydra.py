@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.compose import Command, Plan, composed, finished
-from verl_mt.config.hydra_source import RUN_DIR, composing, read_yaml
+from verl_mt.config.hydra_source import RUN_DIR, composing
 from verl_mt.config.normalize import Problem, raise_problems
 from verl_mt.config.schema import Config
 
@@ -28,17 +28,11 @@ with its own `@hydra.main`."""
 
 
 def run(command: Command, task: Callable[[Config], None]) -> None:
-    """Run the task, or the jobs of a sweep.
+    """Run the task once.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong with the command, in one error.
     """
-    if command.flags.multirun or _mode(command) == "MULTIRUN":
-        command.flags.multirun = True
-        from verl_mt.extensions.hydra_commands import sweeps  # no run needs it
-
-        sweeps.run(command)
-        return
     plan = command.plan()
     if plan.composition.problems:
         composed(plan)  # raises them with those of the files
@@ -59,18 +53,6 @@ def run(command: Command, task: Callable[[Config], None]) -> None:
     finally:
         if failure:
             raise failure[0]
-
-
-def _mode(command: Command) -> str | None:
-    """`hydra.mode`: of the command line, else of the primary file."""
-    words = [word for word in command.overrides if word.lstrip("+").startswith("hydra.mode=")]
-    if words:
-        return words[-1].partition("=")[2]
-    base, name = command.located()
-    file = base / f"{name}.yaml"
-    content = read_yaml(file) if command.file and file.is_file() else None
-    block = content.get("hydra") if isinstance(content, dict) else None
-    return block.get("mode") if isinstance(block, dict) else None
 
 
 def under_hydra(command: Command, plan: Plan, job: Callable[[DictConfig], Any]) -> None:
