@@ -362,13 +362,9 @@ def _plan(
             )
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
     if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
-        theirs = [word for word in choices if (base / group_of(word)).is_dir()]
-        choices = [word for word in choices if word not in theirs]
-        of_file = extension_function("file_with_packages")(base, name, theirs, composition)
+        of_file = extension_function("file_with_packages")(base, name, choices, composition)
         composition.primary, base, name = GENERAL, shipped_config_dir(), GENERAL
-        composition.choices = choices
-        lines = [*choices, *of_file, *lines]
-        return Plan(base, name, lines, composition, outcome.items, notes, outcome.swept, of_file, theirs)
+        return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, choices)
     composition.choices = choices
     return Plan(base, name, [*choices, *lines], composition, outcome.items, notes, outcome.swept)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from verl_mt.config_paths import group_folders
 
@@ -27,7 +32,14 @@ def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
     sets_keys = value.startswith(("{", "[") if group == "logger" else "{")
     if not group or not (value or override.startswith("~")) or sets_keys:
         return False
-    return any((folder / group).is_dir() for folder in (*folders, *group_folders()))
+    return any((folder / group).is_dir() for folder in (*folders, *group_folders())) and parsed(override) is not None
+
+
+def parsed(override: str) -> Override | None:
+    """An override in Hydra's grammar; None where it is none."""
+    with contextlib.suppress(HydraException):
+        return OverridesParser.create().parse_override(override)
+    return None
 
 
 def group_of(override: str) -> str:

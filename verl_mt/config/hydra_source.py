@@ -18,7 +18,6 @@ import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -26,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
-from verl_mt.config.groups import group_of, with_places
+from verl_mt.config.groups import group_of, parsed, with_places
 from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, on_purpose, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import schema
@@ -54,7 +53,7 @@ class Composition:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Files are read as Hydra reads them: no names are changed."""
+    """No names are changed."""
     explicit: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
     choices: Sequence[str] = ()
@@ -156,10 +155,11 @@ class VerlMTConfigSource(FileConfigSource):
         group = str(Path(config_path).parent).replace("/", ".").strip(".")
         package = {None: group, "_global_": "", "_group_": group}.get(header["package"], header["package"] or "")
         special = {key: content.pop(key) for key in ("defaults", "hydra") if key in content}
-        nested, outcome = normalize_tree(content, str(file), package)
+        composition = self.composition
+        plain = composition is not None and composition.plain
+        nested, outcome = (content, Outcome()) if plain else normalize_tree(content, str(file), package)
         if "hydra" in special:
             special["hydra"] = self._hydra_block(dict(special["hydra"] or {}), str(file), outcome)
-        composition = self.composition
         if composition is None:
             raise_problems(outcome.problems)
         else:
@@ -211,10 +211,8 @@ def has_packages(file: Path) -> bool:
 
 def own_search_path(word: str) -> str:
     """An override; of one of `hydra.searchpath` with its folders as `normalised_folder` gives them."""
-    key, _, _ = word.partition("=")
-    if key.lstrip("+") != "hydra.searchpath":
-        return word
-    return f"{key}={literal([normalised_folder(entry) for entry in _value_of(word)])}"
+    key, entries = word.partition("=")[0], _search_path(word)
+    return word if entries is None else f"{key}={literal([normalised_folder(entry) for entry in entries])}"
 
 
 def searched_folders(words: Sequence[str], file: Path) -> list[Path]:
@@ -225,15 +223,18 @@ def searched_folders(words: Sequence[str], file: Path) -> list[Path]:
         file: the primary file, which need not exist.
     """
     for word in reversed(words):
-        if word.lstrip("+").startswith("hydra.searchpath="):
-            return _folders(_value_of(word))
+        if (entries := _search_path(word)) is not None:
+            return _folders(entries)
     content = read_yaml(file) if file.is_file() else None
     block = content.get("hydra") if isinstance(content, dict) else None
     return _folders(block.get("searchpath") if isinstance(block, dict) else None)
 
 
-def _value_of(word: str) -> Any:
-    return OverridesParser.create().parse_override(word).value() or []
+def _search_path(word: str) -> list[Any] | None:
+    """The entries of an override of `hydra.searchpath`; None where it is another, or no list."""
+    override = parsed(word) if word.lstrip("+").startswith("hydra.searchpath=") else None
+    value: Any = override.value() if override else None
+    return value if isinstance(value, list) else None
 
 
 def _folders(entries: Any) -> list[Path]:
@@ -270,14 +271,13 @@ class VerlMTSearchPath(SearchPathPlugin):
         composition = _CURRENT.get()
         if composition is None and not _REGISTERED:
             return
-        scheme = "file" if composition and composition.plain else _SCHEME
         for element in search_path.get_path():
             if element.provider != "hydra" and "://" not in element.path.removeprefix("file://"):
-                element.path = f"{scheme}://{element.path.removeprefix('file://')}"
+                element.path = f"{_SCHEME}://{element.path.removeprefix('file://')}"
         for folder in composition.extra_dirs if composition else ():
-            search_path.append("command-line", f"{scheme}://{folder}")
+            search_path.append("command-line", f"{_SCHEME}://{folder}")
         for folder in group_folders():
-            search_path.append("verl_mt", f"{scheme}://{folder}")
+            search_path.append("verl_mt", f"{_SCHEME}://{folder}")
 
 
 def stored_schema() -> DictConfig:

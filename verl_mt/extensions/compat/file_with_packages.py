@@ -9,8 +9,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_mt.config.groups import parsed
 from verl_mt.config.hydra_source import Composition, composing
-from verl_mt.config.normalize import as_overrides, normalize_items, on_purpose
+from verl_mt.config.normalize import COMMAND_LINE, as_overrides, normalize_items, on_purpose
 from verl_mt.config.schema import leaves, whole_keys
 from verl_mt.errors import ConfigError
 
@@ -24,15 +25,21 @@ def as_our_overrides(base: Path, name: str, choices: list[str], composition: Com
     Args:
         base: the folder of the file.
         name: the file's name, without .yaml.
-        choices: overrides of its groups.
+        choices: what the command line chooses of config groups.
         composition: gets what is wrong with the files.
 
     Raises:
-        ConfigError: a group, or a file in it, is missing.
+        ConfigError: a group, or a file in it, is missing; a choice is a sweep.
     """
+    for word in choices:
+        if (override := parsed(word)) and override.is_sweep_override():
+            raise ConfigError(
+                f"{word} ({COMMAND_LINE}): {base / name}.yaml puts files at other places (@), so no group can be "
+                "swept. Start a sweep for each file of the group"
+            )
     try:
         with (
-            composing(Composition(primary=name, extra_dirs=composition.extra_dirs, plain=True)),
+            composing(Composition(primary=name, extra_dirs=composition.extra_dirs, choices=choices, plain=True)),
             hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"),
         ):
             tree = OmegaConf.to_container(hydra.compose(config_name=name, overrides=choices), resolve=False)
