@@ -58,7 +58,8 @@ def run_ours(words: Sequence[str]) -> None:
 
 
 def run_bare(words: Sequence[str]) -> None:
-    ConfigStore.instance().store("base_config", schema())
+    if "base_config.yaml" not in ConfigStore.instance().repo:
+        ConfigStore.instance().store("base_config", schema())
     before, sys.argv = sys.argv, ["hydra_program", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(Path("conf").absolute()))(bare)()

@@ -1,26 +1,34 @@
 """The command lines of Hydra 1.3's Basic Tutorial and Patterns give what a bare `@hydra.main` gives over one schema.
 
 The pages' keys are replaced by keys of ours: `db.user` by `trainer.project_name`, `db.timeout` by `data.seed`.
+Where the variable HYDRA_CHECKOUT names a checkout of Hydra, a test collects the pages' command lines and looks for
+their rows.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 from pathlib import Path
 
 import pytest
-from hydra_program import outcome, run_bare, run_ours
+from hydra_program import SET_BY_US, outcome, run_bare, run_ours
 
 FILES = {
-    "config": "defaults: [base_config, _self_, db: mysql]\ntrainer: {seed: 3}\n",
+    "config": "defaults: [base_config, _self_, db: mysql, table: warehouse]\ntrainer: {seed: 3}\n",
     "groups_only": "defaults: [base_config, _self_]\n",
     "self_last": "defaults: [base_config, db: mysql, _self_]\ntrainer: {project_name: root}\n",
     "pair": "defaults: [base_config, _self_, db: mysql, server: apache]\n",
     "special": "defaults: [base_config, _self_, db: mysql, server: apache, optional both: '${db}_${server}']\n",
     "swept": (
-        "defaults: [config]\nhydra: {sweeper: {params: {db: 'mysql,postgresql', +table: 'warehouse,support,school'}}}\n"
+        "defaults: [config, _self_]\n"
+        "hydra: {sweeper: {params: {db: 'mysql,postgresql', table: 'warehouse,support,school'}}}\n"
     ),
-    "always_swept": "defaults: [config]\nhydra: {mode: MULTIRUN, sweeper: {params: {db: 'mysql,postgresql'}}}\n",
+    "always_swept": (
+        "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {db: 'mysql,postgresql'}}}\n"
+    ),
     "db/mysql": "# @package _global_\ntrainer: {project_name: mysql}\ndata: {seed: 10}\n",
     "db/base": "# @package _global_\ntrainer: {project_name: base}\ndata: {seed: 30, val_seed: 4}\n",
     "db/postgresql": "# @package _global_\ndefaults: [base]\ntrainer: {project_name: postgresql}\n",
@@ -40,29 +48,43 @@ FILES = {
     "trainer/quiet": "logger: []\nseed: 11\n",
     "trainer/loud": "logger: [console, tensorboard]\n",
     "parts/seeds": "seed: 77\n",
+    "parts/more": "seed: 78\n",
+    "relocated": "defaults: [base_config, parts@trainer: seeds, _self_]\n",
 }
 CONFIG, PAIR = ["-cn", "config"], ["-cn", "pair"]
 ONE_RUN = {
+    "your_first_app/1_simple_cli": [
+        ["-cn", "groups_only", "+reward.kwargs.driver=mysql", "+reward.kwargs.user=omry", "+reward.kwargs.port=1"],
+    ],
     "your_first_app/2_config_file": [
         CONFIG, [*CONFIG, "trainer.project_name=root", "data.seed=1234"], [*CONFIG, "++data.seed=1234"],
         [*CONFIG, "++reward.kwargs.timeout=5"], ["-cn", "self_last"],
     ],
+    "your_first_app/3_using_config": [CONFIG],
+    "your_first_app/6_composition": [PAIR],
     "your_first_app/4_config_groups": [
         ["-cn", "groups_only"], ["-cn", "groups_only", "+db=postgresql"],
         ["-cn", "groups_only", "+db=postgresql", "data.seed=20"],
     ],
     "your_first_app/5_defaults": [
+        CONFIG,
         [*CONFIG, "db=postgresql", "data.seed=20"], [*CONFIG, "~db"], [*CONFIG, "~db=mysql"], [*CONFIG, "db=elsewhere"],
     ],
-    "running_your_app/3_working_directory": [[*CONFIG, "hydra.job.chdir=True"], [*CONFIG, "hydra.output_subdir=null"]],
+    "running_your_app/3_working_directory": [
+        CONFIG, [*CONFIG, "hydra.job.chdir=True"], [*CONFIG, "hydra.output_subdir=null"],
+    ],
     "running_your_app/4_logging": [
+        CONFIG,
         [*CONFIG, "hydra.verbose=[__main__,hydra]"], [*CONFIG, "hydra/job_logging=disabled"],
         [*CONFIG, "hydra/job_logging=none", "hydra/hydra_logging=none"],
     ],
+    "running_your_app/5_debugging": [CONFIG],
     "patterns/configuring_experiments": [PAIR, [*PAIR, "+experiment=aplite"], [*PAIR, "+experiment=nglite"]],
-    "patterns/select_multiple_configs": [
-        [*CONFIG, "+table=[warehouse,school]"], [*CONFIG, "+trainer=[quiet,loud]"], [*CONFIG, "+data/rows@data=few"],
-        [*CONFIG, "+parts@trainer=seeds"],
+    "patterns/extending_configs": [CONFIG],
+    "patterns/select_multiple_configs_from_config_group": [
+        CONFIG,
+        [*CONFIG, "table=[warehouse,school]"], [*CONFIG, "+trainer=[quiet,loud]"], [*CONFIG, "+data/rows@data=few"],
+        [*CONFIG, "+parts@trainer=seeds"], ["-cn", "relocated", "parts@trainer=more"], ["-cn", "relocated"],
     ],
     "patterns/specializing_config": [["-cn", "special"], ["-cn", "special", "db=postgresql"]],
 }  # fmt: skip
@@ -74,17 +96,22 @@ MISTAKES = [
 ]  # fmt: skip
 SWEEPS = {
     "running_your_app/2_multirun": [
-        [*CONFIG, "-m", "db=mysql,postgresql", "+table=warehouse,support"],
-        [*CONFIG, "hydra.mode=MULTIRUN", "db=mysql,postgresql"],
+        [*CONFIG, "hydra.mode=MULTIRUN", "db=mysql,postgresql", "table=warehouse,support"],
+        [*CONFIG, "--multirun", "db=mysql,postgresql", "table=warehouse,support"],
+        [*CONFIG, "-m", "db=mysql,postgresql", "table=warehouse,support"],
         ["-cn", "swept", "-m", "db=mysql"],
         ["-cn", "always_swept"],
         [*CONFIG, "-m", "data.seed=range(1,3)"],
-        [*CONFIG, "-m", "+table=glob(*,exclude=w*)"],
+        [*CONFIG, "-m", "table=glob(*,exclude=w*)"],
     ],
-    "patterns/configuring_experiments": [[*PAIR, "--multirun", "+experiment=glob(*)"]],
+    "patterns/configuring_experiments": [
+        [*PAIR, "--multirun", "+experiment=aplite,nglite"],
+        [*PAIR, "--multirun", "+experiment=glob(*lite)"],
+    ],
 }
 PRINTED = {
     "running_your_app/5_debugging": [
+        [*CONFIG, "--cfg", "job"], [*CONFIG, "data.seed=20", "--cfg", "job"],
         [*CONFIG, "--cfg", "job", "-p", "data"], [*CONFIG, "data.seed=20", "--cfg", "job", "--package", "data"],
         [*CONFIG, "--cfg", "hydra", "--package", "hydra.launcher"],
     ],
@@ -105,7 +132,9 @@ def conf(tmp_path, monkeypatch):
 
 
 def lines(table: dict[str, list[list[str]]]) -> list:
-    return [pytest.param(words, id=f"{page}: {' '.join(words[2:])}") for page, rows in table.items() for words in rows]
+    """Each line once, with the first page that has it."""
+    pages = {tuple(words): page for page, rows in reversed(table.items()) for words in rows}
+    return [pytest.param(list(words), id=f"{page}: {' '.join(words[1:])}") for words, page in pages.items()]
 
 
 def both(conf: Path, words: list[str]) -> tuple[list[str], str, str]:
@@ -141,10 +170,46 @@ def test_a_sweep(conf, words):
 def test_what_is_printed(conf, words):
     seen, mine, theirs = both(conf, words)
     assert seen == []
-    missing = [line for line in theirs.splitlines() if line.strip() and line not in mine]
+    ours = tuple(key.rpartition(".")[2] for key in SET_BY_US)
+    missing = [line for line in theirs.splitlines() if line not in mine and not line.strip().startswith(ours)]
     assert missing == (
         ["    hydra/hydra_logging: default", "    hydra/job_logging: default"] if "--info" in words else []
     )
+
+
+COMMAND = re.compile(r"""(?:^|[$"] ?)python3? \w+\.py(?P<words>(?: (?:'[^']*'|[^\s'"`]+))*)""", re.M)
+NOT_OURS = {"write_protect_config_node"}
+"""Pages on classes of the program's own."""
+
+
+def form(words: list[str]) -> list[str]:
+    """What a line does: `+group=sweep` of `+db=mysql,postgresql`. Words for Hydra itself stay as they are."""
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word.startswith("-") or key.startswith("hydra"):
+            found.append({"-p": "--package", "--multirun": "-m"}.get(word, word))
+            continue
+        kind = (
+            "list" if value.startswith("[") else "glob" if value.startswith("glob") else "sweep" if "," in value else ""
+        )
+        name = "key" if "." in key.partition("@")[0] else "group@package" if "@" in key else "group"
+        found.append("".join(c for c in key if c in "+~") + name + equals + kind)
+    return sorted("PACKAGE" if before == "--package" else word for before, word in zip(["", *found], found))
+
+
+@pytest.mark.skipif("HYDRA_CHECKOUT" not in os.environ, reason="set HYDRA_CHECKOUT to a checkout of Hydra")
+def test_every_command_line_of_the_pages_has_a_row():
+    rows: dict[str, list[list[str]]] = {}
+    for table in (ONE_RUN, SWEEPS, PRINTED):
+        for page, lines in table.items():
+            rows.setdefault(page.rpartition("/")[2], []).extend(form(words[2:]) for words in lines)
+    pages = Path(os.environ["HYDRA_CHECKOUT"], "website", "versioned_docs", "version-1.3")
+    files = [*pages.glob("tutorials/basic/*/*.md"), *pages.glob("patterns/*.md")]
+    found = [(file.stem, shlex.split(line["words"])) for file in files for line in COMMAND.finditer(file.read_text())]
+    assert len(found) >= 30
+    missing = [(page, words) for page, words in found if page not in NOT_OURS and form(words) not in rows.get(page, [])]
+    assert missing == []
 
 
 def test_the_program_sees_the_groups(conf):
