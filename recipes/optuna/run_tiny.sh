@@ -13,6 +13,7 @@ exec python -m verl_mt.trainer --multirun \
     hydra/sweeper=optuna \
     hydra/sweeper/sampler=tpe \
     hydra.sweeper.sampler.seed=1 \
+    hydra.sweeper.sampler.n_startup_trials=4 \
     hydra.sweeper.direction=maximize \
     hydra.sweeper.n_trials=8 \
     hydra.sweeper.n_jobs=1 \

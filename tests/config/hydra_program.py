@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +58,13 @@ def run_ours(words: Sequence[str]) -> None:
     hydra_main(ours, argv=["--config-path=conf", *words])
 
 
+def start_ours(words: Sequence[str]) -> None:
+    """In a process of its own, which the jobs of a sweep are started like."""
+    done = subprocess.run([sys.executable, "-m", "hydra_program", *words], capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    raise SystemExit(done.returncode)
+
+
 def run_bare(words: Sequence[str]) -> None:
     if "base_config.yaml" not in ConfigStore.instance().repo:
         ConfigStore.instance().store("base_config", schema())
@@ -72,7 +80,7 @@ def outcome(run: Callable[[Sequence[str]], None], words: Sequence[str], seen: Pa
     """(exit status, the configurations, what was printed) of a program in this process.
 
     Args:
-        run: `run_ours` or `run_bare`.
+        run: `run_ours`, `start_ours` or `run_bare`.
         words: its command line.
         seen: a new file.
     """

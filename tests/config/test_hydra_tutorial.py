@@ -11,10 +11,11 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra_program import SET_BY_US, outcome, run_bare, run_ours
+from hydra_program import SET_BY_US, outcome, run_bare, run_ours, start_ours
 
 FILES = {
     "config": "defaults: [base_config, _self_, db: mysql, table: warehouse]\ntrainer: {seed: 3}\n",
@@ -137,10 +138,10 @@ def lines(table: dict[str, list[list[str]]]) -> list:
     return [pytest.param(list(words), id=f"{page}: {' '.join(words[1:])}") for words, page in pages.items()]
 
 
-def both(conf: Path, words: list[str]) -> tuple[list[str], str, str]:
+def both(conf: Path, words: list[str], run: Callable = run_ours) -> tuple[list[str], str, str]:
     """The configurations and what each printed, where both agree on the first and on whether it works."""
     theirs = outcome(run_bare, words, conf / "bare.jsonl")
-    mine = outcome(run_ours, words, conf / "ours.jsonl")
+    mine = outcome(run, words, conf / "ours.jsonl")
     assert mine[0] == (2 if theirs[0] else 0), (theirs, mine)
     assert sorted(mine[1]) == sorted(theirs[1]), (theirs[2], mine[2])
     return mine[1], mine[2], theirs[2]
@@ -161,7 +162,7 @@ def test_a_mistake(conf, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", lines(SWEEPS))
 def test_a_sweep(conf, words):
-    seen, text, _ = both(conf, words)
+    seen, text, _ = both(conf, words, start_ours)
     assert len(seen) >= 2, text
     assert len(set(seen)) == len(seen) == text.count("  finished  ")
 

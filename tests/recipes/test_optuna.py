@@ -56,6 +56,7 @@ def test_four_trials_killed_in_the_middle_are_each_done_once(tmp_path):
 @pytest.mark.skipif(int(version("sqlalchemy").split(".")[0]) > 1, reason="Optuna 2 stores with SQLAlchemy 1")
 def test_a_stored_study_gets_further_trials(tmp_path):
     for number in (1, 2):
-        out, err = start(tmp_path, "hydra.sweeper.n_trials=1", STORAGE="sqlite:///optuna.db").communicate()
+        words = ["hydra.sweeper.n_trials=1", f"hydra.sweeper.sampler.seed={number}"]
+        out, err = start(tmp_path, *words, STORAGE="sqlite:///optuna.db").communicate()
         assert "1 finished, 0 skipped, 0 failed" in out, err[-2000:]
         assert len(jobs(tmp_path)) == number
