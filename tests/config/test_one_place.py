@@ -110,7 +110,7 @@ def test_another_default_in_the_declaration_is_the_default_of_every_run_and_ever
     config = compose()
     reject_unused_keys(config)
     assert explicit_keys(config) == frozenset()
-    tiny = yaml.safe_load((REPO / "config" / "tiny.yaml").read_text())
+    tiny = yaml.safe_load((REPO / "config" / "task" / "tiny.yaml").read_text())
     for part in key.split("."):
         tiny = tiny.get(part) if isinstance(tiny, dict) else None
     became = value_of(config, key)
