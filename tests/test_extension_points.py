@@ -24,6 +24,7 @@ from verl_mt.import_paths import read_table, real_path
 from verl_mt.plugins import Registry, load_object
 from verl_mt.rewards import RewardInput
 from verl_mt.rewards.adapters import adapt
+from verl_mt.rollout.drivers import DRIVERS, DriverParts, build_driver, has_own_loop
 
 REPO = Path(__file__).resolve().parents[1]
 PATHS = read_table()["verl_mt.import_paths"]
@@ -194,6 +195,36 @@ def test_another_package_adds_config_groups(other_packages, tmp_path):
         compose(["task=shop"])
 
 
+def test_a_driver_of_another_package_is_used_and_checked(other_packages):
+    code = """
+from verl_mt.rollout.drivers import RolloutDriver
+
+class Mine(RolloutDriver):
+    async def run(self, episode): ...
+
+def build(config, parts): return Mine()
+def other(config, parts): return object()
+"""
+    points = "[verl_mt.rollout_drivers]\nmode = foreign_driver:build\n"  # a key that every run has
+    other_packages("foreign", points, foreign_driver=code)
+    config = compose([])
+    try:
+        driver = build_driver(config, DriverParts())
+        assert type(driver).__name__ == "Mine" and has_own_loop(config.actor_rollout_ref.rollout)
+        del DRIVERS["mode"]
+        DRIVERS["mode"] = lambda config, parts: object()
+        with pytest.raises(PluginError, match=r"mode: its driver, a object, has no is_tool_loop, run, session_class: "):
+            build_driver(config, DriverParts())
+    finally:
+        DRIVERS.pop("mode", None)
+
+
+def test_a_driver_without_its_key_is_named(other_packages):
+    other_packages("foreign", "[verl_mt.rollout_drivers]\nno_key = foreign_driver:build\n")
+    with pytest.raises(PluginError, match=r"'no_key' of verl_mt\.rollout_drivers: there is no key .*rollout\.no_key"):
+        has_own_loop(compose([]).actor_rollout_ref.rollout)
+
+
 def test_another_package_adds_a_command(other_packages, capsys):
     from verl_mt.__main__ import main
 
@@ -202,8 +233,10 @@ def test_another_package_adds_a_command(other_packages, capsys):
     assert capsys.readouterr().out == "hello\n"
 
 
-def test_a_name_of_the_library_is_not_taken_over_and_two_packages_cannot_share_one(other_packages):
-    other_packages("first", "[verl_mt.trackers]\nwandb = first:A\nboth = first:A\n")
+def test_a_name_of_the_library_is_not_taken_over_and_two_packages_cannot_share_one(other_packages, caplog):
+    other_packages("first", "[verl_mt.trackers]\nwandb = first:A\nboth = first:A\nmore = first:A [extra]\n")
+    assert extension_points.known("verl_mt.trackers")["more"] == "first:A"
+    assert "first: its entry point 'wandb' of the group verl_mt.trackers is not used" in caplog.text
     assert extension_points.find("verl_mt.trackers", "wandb") == "verl_mt.extensions.inspection.trackers.wandb:Wandb"
     forget()
     other_packages("second", "[verl_mt.trackers]\nboth = second:B\n")

@@ -9,7 +9,7 @@ import functools
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl_mt.errors import ConfigError, PluginError
+from verl_mt.errors import ConfigError, PluginError, error_text
 from verl_mt.extension_points import known
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -51,8 +51,11 @@ def group_folders() -> tuple[Path, ...]:
     for name, path in known(_GROUP).items():
         try:
             places = getattr(find_spec(path), "submodule_search_locations", None)
-        except ModuleNotFoundError:
+        except ImportError:
             places = None
+        except Exception as error:
+            text = error_text(error, named=True)
+            raise PluginError(f"entry point {name!r} of {_GROUP}: {path} raised {text}") from error
         if not places:
             raise PluginError(
                 f"entry point {name!r} of {_GROUP}: there is no package {path!r}. Name the package whose folder holds "

@@ -12,6 +12,7 @@ read first: a checkout on `PYTHONPATH` has no metadata, and that of every instal
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.errors import PluginError
@@ -19,6 +20,8 @@ from verl_mt.import_paths import read_table
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+log = logging.getLogger(__name__)
 
 _DISTRIBUTION = "verl_mt"
 
@@ -70,6 +73,11 @@ def _installed(group: str) -> dict[str, str]:
     for point in _all_installed().select(group=group):
         if point.dist is not None and point.dist.name.replace("-", "_") == _DISTRIBUTION:
             continue
+        if point.name in own(group):
+            log.warning(
+                "%s: its entry point %r of the group %s is not used, since verl_mt has one of that name; rename it",
+                point.dist.name if point.dist is not None else point.value, point.name, group,
+            )  # fmt: skip
         other = found.setdefault(point.name, point)
         if other.value != point.value:
             names = [each.dist.name if each.dist is not None else each.value for each in (other, point)]
@@ -78,4 +86,4 @@ def _installed(group: str) -> dict[str, str]:
                 f"({other.value}) and {names[1]} ({point.value}). Uninstall one of them, or give the path itself "
                 "instead of the name"
             )
-    return {name: point.value for name, point in found.items()}
+    return {name: point.value.partition(" [")[0] for name, point in found.items()}

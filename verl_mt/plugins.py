@@ -57,10 +57,16 @@ class Registry(dict[str, T], Generic[T]):
         self.kind = kind
         self._group = group
 
+    def names(self) -> list[str]:
+        """Every name: those that are registered, and those that installed packages bring."""
+        return list(dict.fromkeys((*self, *(known_entry_points(self._group) if self._group else ()))))
+
     def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
         if super().__contains__(name):
             return True
-        if self._group is None or not isinstance(name, str) or names_code(name):
+        if self._group is None or names_code(name):
             return False
         path = find_entry_point(self._group, name)
         if path is not None:
@@ -94,7 +100,7 @@ class Registry(dict[str, T], Generic[T]):
 
     def unknown(self, name: str) -> str:
         """The text of an error: no plug-in has the name, and these exist."""
-        names = {*self, *(known_entry_points(self._group) if self._group else ())}
+        names = self.names()
         missing = self._group is not None and not read_table()
         return f"unknown {self.kind} {name!r}{suggest(name, names)}. Registered: {listing(names)}" + (
             ". Others come with verl_mt/extensions, which is not installed here: install the whole package verl_mt"

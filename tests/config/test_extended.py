@@ -22,6 +22,7 @@ class Curriculum(Section):
     """How difficult rows are."""
     start: float = option(0.1, "Difficulty at the start.", min=0, max=1)
     end: float = option(0.9, "Difficulty at the end.", min=0, max=1)
+    lr: float = option(0.0, "Not the policy's.")
 
 @dataclass
 class TrainerKeys(Section):
@@ -57,13 +58,16 @@ def run(tmp_path):
 def test_another_package_adds_a_section_keys_and_checks(run):
     program = """
 import copy, json, pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from verl_mt.api.arguments import full_key
 from foreign_config import Curriculum, TrainerKeys
 from verl_mt.config.compose import compose, config_from_mapping, config_to_yaml
 from verl_mt.config.extended import section_of
 from verl_mt.config.schema import Config, explicit_keys, leaves
 import yaml
 
+pool = ThreadPoolExecutor(8)
 config = compose(["curriculum.start=0.3", "trainer.lullaby=moon"])
 written = config_from_mapping(yaml.safe_load(config_to_yaml(config)))
 again = pickle.loads(pickle.dumps(config))
@@ -77,6 +81,9 @@ print(json.dumps({
     "made_in_python": plain.curriculum.end,
     "explicit": sorted(explicit_keys(config) - explicit_keys(compose([]))),
     "documented": leaves()["curriculum.start"].doc,
+    "short_names": [full_key("lr"), full_key("start")],
+    "written_at_default": [word for word in ("curriculum", "lullaby") if word in config_to_yaml(compose([]))],
+    "one_family": len({*pool.map(lambda _: type(Config()), range(8))}),
 }))
 """
     assert json.loads(run(program)) == {
@@ -88,6 +95,9 @@ print(json.dumps({
         "made_in_python": 0.9,
         "explicit": ["curriculum.start", "trainer.lullaby"],
         "documented": "Difficulty at the start.",
+        "short_names": ["actor_rollout_ref.actor.optim.lr", "curriculum.start"],
+        "written_at_default": [],
+        "one_family": 1,
     }
 
 
@@ -118,7 +128,29 @@ except VerlMTError as error: print(error)
         (('"trainer"', '"trainee.inside"'), "'trainee.inside' is no section of the configuration, nor below one"),
         (('"trainer"', '"trainer.nnodes"'), "'trainer.nnodes' is no section of the configuration, nor below one"),
         (("SECTIONS = ConfigSections(", "SECTIONS = dict("), "is a dict; expected a ConfigSections"),
+        (('"curriculum": Curriculum', '"curriculum": int'), "'curriculum' is <class 'int'>; expected a subclass of"),
+        (("@dataclass\nclass TrainerKeys", "class TrainerKeys"), "expected a subclass of Section that is a @dataclass"),
+        (('"trainer": Tr', '"hydra": Tr'), "'hydra' is no name for a section"),
+        (('option(None, "Sung at the end.")', "None"), "lullaby is no option; write lullaby: TYPE = option(DEFAULT"),
+        (("if config.curriculum.start >", "raise ValueError('no')\n    if 1 >"), "its check raised ValueError: no"),
     ],
 )
 def test_what_cannot_be_added_is_named(run, change, error):
     assert error in run("from verl_mt.config.compose import compose\ncompose([])", CODE.replace(*change))
+
+
+def test_a_run_goes_on_when_a_package_came_or_went(tmp_path, run):
+    """What the package adds and nobody has set is not written, so that the run's config is the same without it."""
+    words = ["trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]
+    program = f"""
+import yaml
+from verl_mt.config.compose import compose, config_to_yaml
+from verl_mt.config.schema import Config
+from verl_mt.trainer.run_directory import RunDirectory
+config = compose({words})
+RunDirectory.open(config.trainer, yaml.safe_load(config_to_yaml(config))).abandon
+print("opened", hasattr(config, "curriculum"))
+"""
+    assert run(program, points="") == "opened False\n"
+    assert run(program) == "opened True\n"
+    assert run(program, points="") == "opened False\n"

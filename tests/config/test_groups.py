@@ -137,6 +137,7 @@ def test_the_engine_wins_over_the_scale_and_a_key_over_both():
 FILES = {
     "own": "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {clip_ratio_high: 0.25}}\n",
     "named": "defaults: [ppo_trainer, algorithm: rloo, _self_]\n",
+    "keyed": "defaults: [ppo_trainer, algorithm: grpo, _self_]\nalgorithm: {adv_estimator: rloo}\n",
     "nested": "defaults: [named, _self_]\ntrainer: {seed: 4}\n",
     "overriding": "defaults: [ppo_trainer, _self_, override algorithm: rloo, override task: gsm8k_tool]\n",
     "tiny_based": "defaults: [tiny, _self_]\nalgorithm: {adv_estimator: rloo}\n",

@@ -107,11 +107,14 @@ def test_a_job_that_never_became_a_run_is_listed(tmp_path):
     job(tmp_path / "1", {})
     (tmp_path / "2" / ".hydra").mkdir(parents=True)
     (tmp_path / "2" / "trainer.log").write_text("error: no such key\n")
+    (tmp_path / "3" / ".hydra").mkdir(parents=True)
+    job(tmp_path / "3" / "run", {})  # of a program whose Hydra folder is not the run
     sweep = shown(tmp_path)
     assert len(sweep["settings"]) == 1
     assert [(job["setting"], job["state"], job["error"]) for job in sweep["jobs"]] == [
         (0, "finished", None),
         (None, "failed", "error: no such key"),
+        (0, "finished", None),
     ]
 
 

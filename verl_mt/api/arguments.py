@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow
 
 from verl_mt.config.alias_tables import aliases
+from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.normalize import Item, as_overrides
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.data.dataset import drop_nulls
@@ -194,7 +195,7 @@ def full_key(name: str, *, critic: bool = False) -> str:
         heads = [(leaf.key, *_below(leaf.key, dotted)) for leaf in leaves().values() if leaf.is_open]
         found = [f"{key}.{rest}" for key, rest in (h for h in heads if len(h) == 2)]
     last = _GIVE_WAY if critic else (*_GIVE_WAY, "critic.")
-    found = [key for key in found if not key.startswith(last)] or found
+    found = [key for key in found if not key.startswith(last) and key not in keys_of_packages()] or found
     if len(found) == 1:
         return found[0]
     if found:

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_mt.config.actor import problems_of_ranks
 from verl_mt.config.declare import shown
-from verl_mt.config.extended import added
+from verl_mt.config.extended import problems_of
 from verl_mt.config.options import (
     RC,
     RolloutCorrectionOptions,
@@ -46,7 +46,7 @@ def check(config: Config) -> None:
         _contradictions, _multi_turn, _sampling, _batches, _lengths, _mappings, _groups, _several_rewards,
         _reward_placement, _critic, _losses, _corrections, _dapo, _placement, _run, _staleness, _numbers,
     )  # fmt: skip
-    _raise([text for group in (*groups, *(more.problems for more in added().values())) for text in group(config)])
+    _raise([text for group in (*groups, problems_of) for text in group(config)])
 
 
 def check_once(config: Config) -> None:

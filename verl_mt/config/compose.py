@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
+from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file
 from verl_mt.config.hydra_command import command_parser, hydra_of, parse_flags
 from verl_mt.config.hydra_source import (
@@ -122,7 +123,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
 def _explicit_in_file(keys: Collection[str]) -> Collection[str]:
     """What a mapping says on purpose. One with every key is a run's own `config.yaml`: what was given on purpose was
     checked when the run began, and is not known any more."""
-    return () if whole_keys(keys) >= leaves().keys() else keys
+    return () if whole_keys(keys) >= leaves().keys() - keys_of_packages() else keys
 
 
 def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> Config:
@@ -160,11 +161,23 @@ def config_to_yaml(config: Config) -> str:
     In mappings for other people's code (`reward.kwargs`) a text from the environment stays `${oc.env:NAME}`.
     """
     plain = dataclasses.asdict(config)
+    for key in keys_of_packages() & leaves().keys():  # so that the file is read where the package is missing
+        if value_of(config, key) == leaves()[key].default:
+            _drop(plain, key.split("."))
     for path, (written, resolved) in vars(config).get("_interpolations", {}).items():
         holder = functools.reduce(_below, path[:-1], plain)
         if _below(holder, path[-1]) == resolved:  # nobody has changed it since
             holder[path[-1]] = written
     return OmegaConf.to_yaml(OmegaConf.create(redact(plain)))
+
+
+def _drop(holder: dict[str, Any], path: list[str]) -> None:
+    """A key, and the sections that hold nothing else."""
+    name, *rest = path
+    if rest:
+        _drop(holder[name], rest)
+    if not rest or not holder[name]:
+        del holder[name]
 
 
 def _below(holder: Any, key: Any) -> Any:
@@ -327,10 +340,6 @@ class Plan:
         missing, file = getattr(error, "missing_cfg_file", None) or "", self.base / f"{self.name}.yaml"
         if (found := why_missing(missing)) is not None:
             return f"{file} starts from {found[0]}'s {missing}: {found[1]}"
-        if missing.startswith(("hydra/launcher/", "hydra/sweeper/")):
-            _, kind, plugin = missing.split("/")
-            package = f"hydra-{plugin.partition('_')[0]}-{kind}"
-            return f"hydra/{kind}={plugin}: no such {kind} is installed. Of Hydra's plug-ins: pip install {package}"
         if options := getattr(error, "options", None):
             on_command_line = missing.rpartition("/")[0] in map(group_of, self.lines)
             return no_such_file(missing, options, COMMAND_LINE if on_command_line else str(file))
@@ -384,10 +393,8 @@ def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
     Args:
         run_dir: `hydra.run.dir` where it is set: the run directory.
     """
-    key, explicit = (
-        "trainer.default_local_dir",
-        {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit)),
-    )
+    key = "trainer.default_local_dir"
+    explicit = {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit))
     if run_dir is not None:
         own = OmegaConf.select(tree, key)
         if key in explicit and own is not None and to_absolute_path(own) != run_dir:

@@ -250,14 +250,14 @@ class Section:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(Section.extended_of(cls))
 
-    extended_of: ClassVar[Callable[[type], type]] = staticmethod(lambda cls: cls)
-    """Class of the schema -> the same with the keys of extensions; set by the schema."""
+    extended_of: ClassVar[Callable[..., type]] = staticmethod(lambda cls, of_others=False: cls)
+    """Class of the schema, or (`of_others`) of an extension -> the same with extensions' keys; set by the schema."""
     core: ClassVar[type[Section] | None] = None
     """Of a class with the keys of extensions: the class of the schema that it was made of."""
 
     def __reduce__(self) -> Any:
         # A class with the keys of extensions has no name of its own that another process could import.
-        return _restored, (self.core or type(self), vars(self))
+        return _restored, (vars(type(self)).get("core") or type(self), vars(self))
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -269,7 +269,7 @@ class Section:
 
 
 def _restored(cls: type[Section], values: dict[str, Any]) -> Section:
-    section: Section = cls.__new__(cls)
+    section: Section = object.__new__(Section.extended_of(cls, of_others=True))
     vars(section).update(values)
     return section
 

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl_mt.config.declare import Section, option
-from verl_mt.errors import PluginError
-from verl_mt.extension_points import known
+from verl_mt.errors import PluginError, error_text
+from verl_mt.extension_points import known, own
 from verl_mt.plugins import load_object
 
 GROUP = "verl_mt.config_sections"
@@ -55,11 +56,55 @@ def added() -> dict[str, ConfigSections]:
                 f"entry point {name!r} of {GROUP} is a {type(sections).__name__}; expected a ConfigSections "
                 "(verl_mt/config/extended.py)"
             )
+        for key, cls in sections.sections.items():
+            _require_section(f"entry point {name!r} of {GROUP}: {key!r}", key, cls)
     return found
 
 
+def _require_section(what: str, key: str, cls: Any) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Section) and "__dataclass_fields__" in vars(cls)):
+        raise PluginError(f"{what} is {cls!r}; expected a subclass of Section that is a @dataclass")
+    if key in ("", "hydra") or key.startswith("hydra."):
+        raise PluginError(f"{what} is no name for a section: give it one of its own")
+    for item in dataclasses.fields(cls):
+        if "doc" not in item.metadata:
+            raise PluginError(f"{what}: {item.name} is no option; write {item.name}: TYPE = option(DEFAULT, DOC)")
+
+
+def problems_of(config: Any) -> Iterator[str]:
+    """What the extensions' checks say of a configuration.
+
+    Raises:
+        PluginError: a check raised.
+    """
+    for name, sections in added().items():
+        try:
+            yield from sections.problems(config)
+        except Exception as error:
+            text = error_text(error, named=True)
+            raise PluginError(f"entry point {name!r} of {GROUP}: its check raised {text}") from error
+
+
 @functools.cache
-def extended_classes(root: type[Section]) -> dict[type, type]:
+def keys_of_packages() -> frozenset[str]:
+    """Dotted keys, and sections, that other packages have added."""
+    foreign = [sections for name, sections in added().items() if name not in own(GROUP)]
+    return frozenset(key for sections in foreign for at, cls in sections.sections.items() for key in _keys_of(cls, at))
+
+
+def _keys_of(cls: type, at: str) -> Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        yield f"{at}.{item.name}"
+        if isinstance(hints[item.name], type) and issubclass(hints[item.name], Section):
+            yield from _keys_of(hints[item.name], f"{at}.{item.name}")
+
+
+_MAKING = threading.RLock()
+"""Held while classes are made: two families of them would not be equal."""
+
+
+def extended_classes(root: Any) -> dict[type, type]:
     """Class of the schema -> the same with further keys: of those that have some, or hold a section that has.
 
     Args:
@@ -68,6 +113,13 @@ def extended_classes(root: type[Section]) -> dict[type, type]:
     Raises:
         PluginError: an extension has a key that there is already, or one below no section.
     """
+    with _MAKING:
+        classes: dict[type, type] = _made(root)
+        return classes
+
+
+@functools.cache
+def _made(root: Any) -> dict[type, type]:
     given: _Given = {}
     for name, found in added().items():
         for key, cls in found.sections.items():
@@ -120,6 +172,18 @@ def _refuse_twice(key: str, owners: dict[str, str], more: list[tuple[str, type[S
             if (owner := owners.setdefault(item.name, name)) != name:
                 twice = f"{key}.{item.name}".lstrip(".")
                 raise PluginError(f"entry point {name!r} of {GROUP}: {owner} has the key {twice} already; rename yours")
+
+
+@functools.cache
+def classes_of(root: Any) -> frozenset[type]:
+    """The classes of the core's own sections, `root` among them."""
+    fields = {item.name for item in dataclasses.fields(root)}
+    inside = [hint for name, hint in typing.get_type_hints(root).items() if name in fields and isinstance(hint, type)]
+    found: set[type] = {root}
+    sections: list[Any] = [cls for cls in inside if issubclass(cls, Section)]
+    for cls in sections:
+        found |= classes_of(cls)
+    return frozenset(found)
 
 
 def section_of(config: Section, cls: type[S]) -> S:

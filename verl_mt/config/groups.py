@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,14 @@ def in_place(choices: Sequence[str]) -> list[str]:
     return [f"~{word.lstrip('+').removesuffix('=null')}" if word.endswith("=null") else word for word in words]
 
 
-def with_places(entries: Sequence[Any], chosen: Collection[str], named: set[str], *, primary: bool) -> list[Any]:
+def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], *, primary: bool) -> list[Any]:
     """A file's defaults list in which each group has one place: a chosen one at the end of the primary file's list.
 
     So a choice of the command line wins over the file.
 
     Args:
         entries: the file's list.
-        chosen: groups that the command line chooses. Those of `GROUPS` get a place.
+        chosen: groups of `GROUPS` that the command line chooses.
         named: groups in the lists of the files that were read before. Those of this file are added.
         primary: whether it is the primary file.
     """
@@ -76,11 +76,12 @@ def with_places(entries: Sequence[Any], chosen: Collection[str], named: set[str]
         name, value = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         if name.startswith("override "):
             overriding.append(entry)
+        elif primary and name in chosen:
+            continue
         elif name not in named or (value is not None and name not in chosen):
             places.append(entry)
     if primary:
-        listed = {next(iter(entry)) for entry in places if isinstance(entry, dict)}
-        places += [{name: None} for name in GROUPS if name in chosen and name not in listed]
+        places += [{name: None} for name in chosen]
     named |= {next(iter(entry)) for entry in places if isinstance(entry, dict)}
     return places + overriding
 

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
-from verl_mt.config.groups import group_of, parsed, with_places
+from verl_mt.config.groups import GROUPS, group_of, parsed, with_places
 from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, on_purpose, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import schema
@@ -82,8 +82,7 @@ def register() -> None:
     aliases. `python -m verl_mt.trainer` and `compose` need no call.
     """
     _register_plugins()
-    if not _REGISTERED:
-        _REGISTERED.append(True)
+    _REGISTERED[:] = [True]
 
 
 @contextlib.contextmanager
@@ -171,7 +170,7 @@ class VerlMTConfigSource(FileConfigSource):
             if is_primary:
                 _complete_primary(special, composition)
             if entries := special.get("defaults"):
-                chosen = set(map(group_of, composition.choices))
+                chosen = [group for group in GROUPS if group in map(group_of, composition.choices)]
                 special["defaults"] = with_places(entries, chosen, composition.named, primary=is_primary)
             if composition.redacted:
                 nested = redact(nested)
@@ -239,7 +238,7 @@ def _search_path(word: str) -> list[Any] | None:
 
 def _folders(entries: Any) -> list[Path]:
     """The folders among entries of `hydra.searchpath`."""
-    found = [str(normalised_folder(entry)) for entry in entries or []]
+    found = map(str, map(normalised_folder, entries or []))
     return [Path(entry.removeprefix(f"{_SCHEME}://")) for entry in found if entry.startswith(_SCHEME)]
 
 
@@ -249,13 +248,12 @@ def normalised_folder(entry: Any) -> Any:
     if scheme not in ("", "file", "pkg") or "${" in path:
         return entry
     if scheme == "pkg":
-        try:
-            package = find_spec(path.replace("/", "."))
-        except ModuleNotFoundError:
-            package = None
-        if package is None or not package.submodule_search_locations:
+        places = None
+        with contextlib.suppress(ImportError):
+            places = getattr(find_spec(path.replace("/", ".")), "submodule_search_locations", None)
+        if not places:
             return entry
-        path = package.submodule_search_locations[0]
+        path = places[0]
     return f"{_SCHEME}://{Path(path).expanduser().resolve()}"
 
 

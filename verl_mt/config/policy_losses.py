@@ -143,7 +143,7 @@ class ReadsClip(Condition):
 
     def _choice(self) -> Condition:
         # Made when it is asked for: the table may have got another loss.
-        readers = [name for name in POLICY_LOSSES if set(self.arguments) & set(POLICY_LOSSES[name].clips)]
+        readers = [name for name in POLICY_LOSSES.names() if set(self.arguments) & set(POLICY_LOSSES.find(name).clips)]
         return only(f"{KEY}.loss_mode", *readers, why="which has no such bound")
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLoss:
     loss = POLICY_LOSSES[name]
     if not options:
         return read_options(loss, options, KEY)
-    known = {mode: [item.name for item in fields(POLICY_LOSSES[mode])] for mode in POLICY_LOSSES}
+    known = {mode: [item.name for item in fields(POLICY_LOSSES.find(mode))] for mode in POLICY_LOSSES.names()}
     for key, value in options.items():
         readers = [mode for mode, names in known.items() if key in names]
         if not readers:

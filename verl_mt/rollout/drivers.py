@@ -19,8 +19,9 @@ from verl_mt.chat.parsers.base import ToolParser
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config
 from verl_mt.data.trajectory import Trajectory
+from verl_mt.errors import PluginError
 from verl_mt.interactions.session import InteractionSession
-from verl_mt.plugins import Registry
+from verl_mt.plugins import Registry, listing
 from verl_mt.rewards.contract import Reward, RunState
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.session import RolloutSession
@@ -115,13 +116,33 @@ class DriverParts:
 
 def has_own_loop(rollout: RolloutConfig) -> bool:
     """Whether a loop of the user's drives the conversations, and not the tool loop."""
-    return any(attrgetter(key)(rollout) is not None for key in DRIVERS)
+    return _asked(rollout) is not None
 
 
 def build_driver(config: Config, parts: DriverParts) -> RolloutDriver:
     """Who drives the conversations: the one place that decides it."""
     rollout = config.actor_rollout_ref.rollout
-    for key in DRIVERS:
-        if attrgetter(key)(rollout) is not None:
-            return DRIVERS[key](config, parts)
-    return ToolLoopDriver()
+    if (key := _asked(rollout)) is None:
+        return ToolLoopDriver()
+    driver = DRIVERS.find(key)(config, parts)
+    if missing := [name for name in ("run", "session_class", "is_tool_loop") if not hasattr(driver, name)]:
+        raise PluginError(
+            f"actor_rollout_ref.rollout.{key}: its driver, a {type(driver).__name__}, has no {listing(missing)}: "
+            "make it a subclass of RolloutDriver (verl_mt/rollout/drivers.py)"
+        )
+    return driver
+
+
+def _asked(rollout: RolloutConfig) -> str | None:
+    """The key that asks for a driver; None = none does."""
+    for key in DRIVERS.names():
+        try:
+            value = attrgetter(key)(rollout)
+        except AttributeError:
+            raise PluginError(
+                f"entry point {key!r} of verl_mt.rollout_drivers: there is no key actor_rollout_ref.rollout.{key}; its "
+                "package adds it by verl_mt.config_sections (verl_mt/config/extended.py)"
+            ) from None
+        if value is not None:
+            return key
+    return None

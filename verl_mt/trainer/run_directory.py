@@ -347,8 +347,8 @@ def _with_new_keys(old: dict[str, Any], new: dict[str, Any], section: str = "") 
         key = f"{section}{name}"
         if name not in old and key in leaves():
             filled[name] = leaves()[key].default
-        elif isinstance(old.get(name), dict) and isinstance(value, dict) and key in sections():
-            filled[name] = _with_new_keys(old[name], value, f"{key}.")
+        elif isinstance(old.get(name, {}), dict) and isinstance(value, dict) and key in sections():
+            filled[name] = _with_new_keys(old.get(name, {}), value, f"{key}.")
     return filled
 
 

@@ -309,6 +309,11 @@ def token_loss(config: ActorConfig, loss: PolicyLoss | None = None) -> TokenLoss
     if not isinstance(loss, CustomLoss):
         return _filled_in(function, loss, config)
     where = f"{KEY}.loss_mode={loss.formula}"
+    if isinstance(function, type) and issubclass(function, PolicyLoss):
+        raise ConfigError(
+            f"{where} is a class: name the path of its formula, or give the class a name: POLICY_LOSSES['my_loss'] = "
+            f"{function.__name__} in a file of external_plugins, or an entry point of verl_mt.policy_losses"
+        )
     if not callable(function):
         raise ConfigError(f"{where} is a {type(function).__name__}, expected a function")
     takes = inspect.signature(function).parameters

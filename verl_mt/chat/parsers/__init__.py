@@ -48,8 +48,8 @@ def __getattr__(name: str) -> Any:
 def aliases() -> dict[str, str]:
     """What verl, SGLang and vLLM call the parsers -> their names here."""
     found: dict[str, str] = {}
-    for name in tool_parsers:
-        for other in tool_parsers[name].other_names:
+    for name in tool_parsers.names():
+        for other in tool_parsers.find(name).other_names:
             found.setdefault(other, name)
     return found
 

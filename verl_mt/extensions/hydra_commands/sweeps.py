@@ -183,7 +183,9 @@ def _first(plan: Plan, instead: Mapping[str, str] = {}) -> Plan:
 def _composed(one: Plan, plan: Plan) -> DictConfig:
     tree, failure = one.tree()
     if failure is not None:
-        plan.composition.problems.append(Problem(failure))
+        missing = re.match(r"hydra/(launcher|sweeper)=([a-z0-9]+)", failure)
+        package = f". Install a plug-in of Hydra: pip install hydra-{missing[2]}-{missing[1]}" if missing else ""
+        plan.composition.problems.append(Problem(failure + package))
     return tree
 
 

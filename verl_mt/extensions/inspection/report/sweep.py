@@ -24,6 +24,7 @@ from verl_mt.reading import require_file
 _MAX_DEPTH = 3
 """Levels below the sweep's folder where jobs are looked for."""
 _SEEDS = ("trainer.seed", "data.seed")
+_FOLDERS = ("trainer.default_local_dir", "actor_rollout_ref.rollout.weight_sync_dir")
 _NAMES = ("trainer.experiment_name", "trainer.project_name")
 _TASK = ("data.train_files", "data.val_files", "reward.")
 """Keys, or beginnings of keys, that decide what a reward measures."""
@@ -175,10 +176,11 @@ def _jobs_below(folder: Path, levels: int) -> Iterator[Path]:
     except OSError as error:
         raise DataError(f"{folder} cannot be listed: {error.strerror or error}") from error
     for path in (folder / name for name in sorted(found, key=_natural)):
-        if is_run(path) or any((path / name).exists() for name in _OF_A_JOB):
+        if is_run(path):
             yield path
-        elif levels > 1:
-            yield from _jobs_below(path, levels - 1)
+            continue
+        below = list(_jobs_below(path, levels - 1)) if levels > 1 else []
+        yield from below or ([path] if any((path / name).exists() for name in _OF_A_JOB) else [])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -207,7 +209,7 @@ def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_apart(key: str) -> bool:
     """Whether runs may differ in it and still repeat one experiment."""
-    return key in _SEEDS or key in _NAMES or key.endswith("_dir")
+    return key in _SEEDS or key in _NAMES or key in _FOLDERS
 
 
 def _last_error(folder: Path) -> str | None:

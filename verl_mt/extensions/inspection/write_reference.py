@@ -1,4 +1,4 @@
-"""`python -m verl_mt.config.write_reference > docs/configuration.md`: every key, from the schema itself."""
+"""`python -m verl_mt.config.write_reference > docs/configuration.md`: all keys of the configuration, as a page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from verl_mt.config.alias_tables import families
 from verl_mt.config.compose import TINY, compose
 from verl_mt.config.declare import Condition
+from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
 
 _INTRO = """\
@@ -33,10 +34,11 @@ is chosen instead (`rollout.name=my.py:Engine`), it means something too.
 def reference() -> str:
     """The whole page."""
     tiny = compose(config_name=TINY)
-    lines = [_INTRO.format(count=len(leaves()))]
-    roots = [leaf for leaf in leaves().values() if "." not in leaf.key]
+    ours = [leaf for leaf in leaves().values() if leaf.key not in keys_of_packages()]
+    lines = [_INTRO.format(count=len(ours))]
+    roots = [leaf for leaf in ours if "." not in leaf.key]
     for section in sections().values():
-        own = [leaf for leaf in leaves().values() if leaf.key.rpartition(".")[0] == section.key]
+        own = [leaf for leaf in ours if leaf.key.rpartition(".")[0] == section.key]
         if own:
             lines += [
                 f"## `{section.key}`",
