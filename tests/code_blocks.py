@@ -16,11 +16,13 @@ from pathlib import Path
 
 import yaml
 
+from verl_mt.config.compose import Command as TrainCommand
 from verl_mt.config.compose import config_of_command
-from verl_mt.config.normalize import normalize_tree
+from verl_mt.config.normalize import normalize_tree, raise_problems
 from verl_mt.config.schema import sections
 from verl_mt.extensions.compat.migrate import migrate
 from verl_mt.extensions.compat.migrate.shell import Command, read_script
+from verl_mt.extensions.hydra_commands.sweeps import normalize_sweep
 from verl_mt.interactions.session import load_interactions
 from verl_mt.tools.registry import load_tools
 
@@ -169,7 +171,10 @@ def compose_words(words: list[str]) -> None:
         ):
             continue  # its placeholder is gone
         kept.append(str(REPO / word) if word.startswith("recipes/") else word)
-    config_of_command(kept, None, "verl_mt.trainer")
+    if "-m" in kept:
+        raise_problems(TrainCommand(kept, None, "verl_mt.trainer").plan(normalize_sweep).composition.problems)
+    else:
+        config_of_command(kept, None, "verl_mt.trainer")
 
 
 def help_of(module: str) -> str:

@@ -40,6 +40,7 @@ _HOMES = {
     "PPOTrainer": "trainer.ppo_trainer",
     "build_trainer": "trainer.build",
     "compose": "config.compose",
+    "register": "config.hydra_source",
     # Look at what came of it.
     "ChatTemplate": "chat.template",
     "InferenceEngine": "engines.base",

@@ -21,7 +21,6 @@ COMMANDS = {
     "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
     "convert-checkpoint": ("convert_checkpoint", "checkpoints of earlier versions in today's format"),
     "export": ("export", "a checkpoint as a plain model folder"),
-    "keys": ("config.write_reference", "all keys of the configuration, as a page"),
 }
 """Command of the core -> (module, what it does). Extensions bring more: the entry points `verl_mt.commands`."""
 

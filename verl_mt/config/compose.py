@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import functools
@@ -16,6 +15,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +23,42 @@ import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
 from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.extended import keys_of_packages
-from verl_mt.config.groups import GROUPS, group_of, in_place, is_choice, no_such_file, searched_folders
+from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file
+from verl_mt.config.hydra_command import command_parser, hydra_of, parse_flags
 from verl_mt.config.hydra_source import (
     Composition,
     composing,
     has_packages,
-    plain_tree,
+    own_search_path,
     register,
+    searched_folders,
     stored_schema,
-)
+)  # fmt: skip
 from verl_mt.config.normalize import (
     COMMAND_LINE,
+    Item,
     Problem,
-    as_overrides,
-    normalize_items,
+    Sweep,
     normalize_overrides,
     normalize_tree,
-    on_purpose,
     raise_problems,
     split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
-from verl_mt.config.schema import Config, correction_of, leaves, sections, set_explicit, value_of, whole_keys
+from verl_mt.config.schema import Config, correction_of, leaves, set_explicit, value_of, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.extension_points import find as find_entry_point
+from verl_mt.plugins import extension_function, import_plugins
 
 __all__ = [
     "compose", "config_from_mapping", "config_of_command", "config_to_yaml", "hydra_main", "register", "to_config",
@@ -78,7 +82,7 @@ def compose(
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    return _compose(overrides, config_name, config_dir, ())
+    return composed(_plan(overrides, config_name, config_dir, ()))
 
 
 def to_config(tree: DictConfig | dict[str, Any]) -> Config:
@@ -204,10 +208,9 @@ def _remember_interpolations(config: Config, merged: Any) -> None:
 def hydra_main(
     task: Callable[[Config], None], *, config_name: str | None = None, argv: Sequence[str] | None = None
 ) -> None:
-    """The body of a command: argv -> `Config` -> `task(config)`.
+    """The body of a command: argv -> `Config` -> `task(config)`, under Hydra's own `main`.
 
-    Takes Hydra's `--config-path`, `--config-name`, `--config-dir`, `--cfg job` and `--help`; makes no output folder,
-    changes no directory, sets up no logging. An expected error (`VerlMTError`) is printed without a traceback and
+    Takes Hydra's command line (docs/hydra.md). An expected error (`VerlMTError`) is printed without a traceback and
     exits with code 2 (3 where the collapse guard stopped a run); the environment variable VERL_MT_TRACEBACK=1 shows the
     traceback.
 
@@ -217,10 +220,13 @@ def hydra_main(
         argv: words of the command line; None = `sys.argv[1:]`.
     """
     try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        config = config_of_command(words, config_name, getattr(task, "__module__", None) or "verl_mt")
-        if config is not None:
-            task(config)
+        command = Command(sys.argv[1:] if argv is None else argv, config_name, _module_of(task))
+        if command.shown():
+            return
+        if command.flags.multirun or find_entry_point("verl_mt.functions", "under_hydra"):
+            extension_function("under_hydra")(command, task)
+        else:
+            task(composed(command.plan()))
     except VerlMTError as error:
         if os.environ.get("VERL_MT_TRACEBACK") == "1":
             raise
@@ -229,134 +235,190 @@ def hydra_main(
 
 
 def config_of_command(
-    argv: list[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
+    argv: Sequence[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
 ) -> Config | None:
-    """What `hydra_main` hands to its task; None where printing it was all that was asked for (`--cfg job`).
+    """What a command works with; None where printing it was all that was asked for (`--cfg job`).
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    flags, overrides = split_argv(argv)
-    if module == "__main__":
-        spec = getattr(sys.modules["__main__"], "__spec__", None)
-        module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).name
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}" if "." in module else module,
-        usage=f"%(prog)s {usage}",
-        description="Keys are dotted: actor_rollout_ref.rollout.n=4.",
-        epilog="sections:\n"
-        + "\n".join(f"  {s.key:36} {s.doc}" for s in sections().values())
-        + "\n\nAll keys with their defaults: python -m verl_mt.config.write_reference, or docs/configuration.md.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    parser.add_argument("--config-name", "-cn", help="YAML file to start from (a name without .yaml, or a path)")
-    parser.add_argument("--config-path", "-cp", help="folder of that file (default: the shipped config/)")
-    parser.add_argument("--config-dir", "-cd", help="one more folder to search")
-    parser.add_argument("--cfg", "-c", choices=["job"], help="print the configuration and stop")
-    parser.add_argument(
-        "--resolve", action="store_true", help="accepted beside --cfg: interpolations are always resolved"
-    )
-    try:
-        args, unknown = parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; --help lists the flags") from None
-    if unknown:
-        raise ConfigError(f"unknown flag {' '.join(unknown)}; --help lists the flags, overrides are key=value")
-    extra = (_folder(args.config_dir, "--config-dir"),) if args.config_dir else ()
-    path = _folder(args.config_path, "--config-path") if args.config_path else None
-    config = _compose(overrides, args.config_name or config_name, path, extra)
-    if args.cfg:
-        print(config_to_yaml(config), end="")
+    command = Command(argv, config_name, module, usage)
+    if command.shown():
         return None
-    return config
+    if command.flags.multirun:
+        raise ConfigError(f"{module} looks at one configuration: leave --multirun out")
+    return composed(command.plan())
 
 
-def _compose(
-    overrides: Sequence[str], config_name: str | None, folder: str | Path | None, extra: tuple[Path, ...]
-) -> Config:
-    extra += tuple(searched_folders(overrides))  # here too, so that their files may use aliases
+def _module_of(task: Callable[[Config], None]) -> str:
+    """The module that a command is started by."""
+    module = getattr(task, "__module__", None) or "verl_mt"
+    if module != "__main__":
+        return module
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
+
+
+class Command:
+    """A command line: Hydra's flags, and overrides."""
+
+    def __init__(
+        self, argv: Sequence[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
+    ) -> None:
+        words, self.overrides = split_argv(argv)
+        self.module = module
+        self.parser = command_parser(module, usage)
+        self.flags = parse_flags(self.parser, words)
+        folder, more = self.flags.config_path, self.flags.config_dir
+        self.file = self.flags.config_name or config_name
+        self.folder = _folder(folder, "--config-path") if folder else None
+        self.extra = (_folder(more, "--config-dir"),) if more else ()
+
+    def located(self) -> tuple[Path, str]:
+        """(folder, name) of the primary file; of the default task's where the command names none."""
+        return _locate(self.file or TINY, self.folder, self.extra)
+
+    def plan(self, sweep: Sweep | None = None) -> Plan:
+        """What Hydra composes.
+
+        Args:
+            sweep: normalises several values of a key; None = they are refused.
+        """
+        return _plan(self.overrides, self.file, self.folder, self.extra, sweep)
+
+    def shown(self) -> bool:
+        """Whether something was to be printed, and is."""
+        flags = self.flags
+        if flags.help:
+            self.parser.print_help()
+            raise SystemExit(0)
+        if flags.cfg == "job" and not (flags.multirun or flags.run or flags.info or flags.package):
+            print(config_to_yaml(composed(self.plan())), end="")
+        elif flags.cfg or flags.info or flags.hydra_help or flags.shell_completion:
+            extension_function("hydra_flags")(self)
+        else:
+            return False
+        return True
+
+
+@dataclass
+class Plan:
+    """What Hydra is asked to compose, and what is known of it."""
+
+    base: Path
+    """The folder of the primary file `name`."""
+    name: str
+    lines: list[str]
+    """Overrides in our names."""
+    composition: Composition
+    items: list[Item] = field(default_factory=list)
+    """What the overrides set."""
+    notes: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+    """Keys with several values."""
+    of_file: list[str] = field(default_factory=list)
+    """The overrides that stand for a file with packages."""
+    choices_of_file: list[str] = field(default_factory=list)
+    """Choices of its groups, which they stand for too."""
+
+    def tree(self) -> tuple[DictConfig, str | None]:
+        """What Hydra composes, or why it cannot."""
+        composition, lines = self.composition, self.lines
+        searches = composition.extra_dirs or composition.choices or any("hydra" in line for line in lines)
+        with composing(composition):
+            try:
+                if self.base != shipped_config_dir() or searches:
+                    return _read(self.base, self.name, lines), None
+                tree = copy.deepcopy(_shipped(self.base, self.name))
+                ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(lines), tree)
+                return tree, None
+            except (HydraException, OmegaConfBaseException) as error:
+                return OmegaConf.create(), self.failure(error)
+
+    def failure(self, error: Exception) -> str:
+        """What Hydra could not compose."""
+        missing, file = getattr(error, "missing_cfg_file", None) or "", self.base / f"{self.name}.yaml"
+        if (found := why_missing(missing)) is not None:
+            return f"{file} starts from {found[0]}'s {missing}: {found[1]}"
+        if options := getattr(error, "options", None):
+            on_command_line = missing.rpartition("/")[0] in map(group_of, self.lines)
+            return no_such_file(missing, options, COMMAND_LINE if on_command_line else str(file))
+        cause = f": {error.__cause__}" if error.__cause__ else ""
+        return _with_hint(" ".join(f"{error}{cause} (config {self.name!r} of {self.base})".split()))
+
+
+def _plan(
+    overrides: Sequence[str],
+    config_name: str | None,
+    folder: str | Path | None,
+    extra: tuple[Path, ...],
+    sweep: Sweep | None = None,
+) -> Plan:
     own_file = config_name is not None and _locate(config_name, folder, extra)
-    places = (own_file[0], *extra) if own_file else extra
+    overrides = [own_search_path(word) for word in overrides]
+    base, name = own_file or _locate(TINY, folder, extra)
+    places = (base, *extra, *searched_folders(overrides, base / f"{name}.yaml"))
     choices = in_place([word for word in overrides if is_choice(word, places)])
-    lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)])
+    lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)], sweep)
     notes = list(outcome.notes)
     if config_name is None:
-        own = {item.key for item in outcome.items}
+        own = {item.key for item in outcome.items}.union(outcome.swept)
         general = {"data.train_files", "actor_rollout_ref.model.path"} <= own
-        config_name = GENERAL if general else TINY
         if general:
+            base, name = _locate(GENERAL, folder, extra)
             notes.append(
                 "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
             )
-    base, name = own_file or _locate(config_name, folder, extra)
     composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
     if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
-        theirs = [word for word in choices if (base / group_of(word)).is_dir()]
-        lines = _with_packages(base, name, theirs, composition) + lines
-        choices = [word for word in choices if word not in theirs]
-        base, name = shipped_config_dir(), GENERAL
-    composition.chosen = [group for group in GROUPS if group in map(group_of, choices)]
-    with composing(composition):
-        tree, failure = _hydra_compose(base, name, lines, extra, choices)
+        of_file = extension_function("file_with_packages")(base, name, choices, composition)
+        composition.primary, base, name = GENERAL, shipped_config_dir(), GENERAL
+        return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, choices)
+    composition.choices = choices
+    return Plan(base, name, [*choices, *lines], composition, outcome.items, notes, outcome.swept)
+
+
+def composed(plan: Plan) -> Config:
+    """The configuration without a run: Hydra only composes."""
+    tree, failure = plan.tree()
     if failure is not None:
-        composition.problems.append(Problem(failure))
-    raise_problems(composition.problems)
-    _say_once(notes + composition.notes)
-    return _checked(tree, {item.key for item in outcome.items}.union(_explicit_in_file(composition.explicit)))
+        plan.composition.problems.append(Problem(failure))
+    with hydra_of(tree) as run_dir:
+        return finished(tree, plan, run_dir)
 
 
-def _with_packages(base: Path, name: str, choices: list[str], composition: Composition) -> list[str]:
-    """A file with config groups, as overrides of the shipped base.
+def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
+    """A composed tree as a checked configuration.
 
-    Its files are written for places that only Hydra knows, so that names are changed behind Hydra and not while it
-    reads; the same file may stand in two places.
+    Args:
+        run_dir: `hydra.run.dir` where it is set: the run directory.
     """
-    try:
-        tree = plain_tree(base, name, choices)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{' '.join(str(error).split())} (config {name!r} of {base})") from None
-    outcome = normalize_items(tree.items(), str(base / f"{name}.yaml"))
-    composition.problems += outcome.problems
-    composition.notes += outcome.notes
-    composition.explicit |= on_purpose(outcome)
-    return as_overrides(outcome.items)
-
-
-def _hydra_compose(
-    base: Path, name: str, lines: list[str], extra: tuple[Path, ...] = (), choices: Sequence[str] = ()
-) -> tuple[DictConfig, str | None]:
-    """Hydra's own composition; its errors as one text."""
-    searches = bool(extra or choices) or any("hydra." in line for line in lines)
-    try:
-        if base == shipped_config_dir() and not searches:
-            tree = copy.deepcopy(_shipped(base, name))
-            ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(lines), tree)
-            return tree, None
-        return _read(base, name, [*choices, *lines]), None
-    except (HydraException, OmegaConfBaseException) as error:
-        missing = getattr(error, "missing_cfg_file", None) or ""
-        if (found := why_missing(missing)) is not None:
-            return OmegaConf.create(), f"{base / name}.yaml starts from {found[0]}'s {missing}: {found[1]}"
-        if options := getattr(error, "options", None):
-            of_command = missing.rpartition("/")[0] in map(group_of, choices)
-            where = COMMAND_LINE if of_command else f"{base / name}.yaml"
-            return OmegaConf.create(), no_such_file(missing, options, where)
-        cause = f": {error.__cause__}" if error.__cause__ else ""
-        text = " ".join(f"{error}{cause}".split())
-        return OmegaConf.create(), _with_hint(f"{text} (config {name!r} of {base})")
+    key = "trainer.default_local_dir"
+    explicit = {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit))
+    if run_dir is not None:
+        own = OmegaConf.select(tree, key)
+        if key in explicit and own is not None and to_absolute_path(own) != run_dir:
+            text = f"{key}={own} and hydra.run.dir={run_dir} both name the run directory. Remove one of them"
+            plan.composition.problems.append(Problem(text))
+        OmegaConf.update(tree, key, run_dir, force_add=True)
+        explicit.add(key)
+    raise_problems(plan.composition.problems)
+    _say_once(plan.notes + plan.composition.notes)
+    return _checked(tree, explicit)
 
 
 def _read(base: Path, name: str, lines: list[str]) -> DictConfig:
     with hydra.initialize_config_dir(config_dir=str(base), version_base="1.3"):
-        return hydra.compose(config_name=name, overrides=lines)
+        return hydra.compose(config_name=name, overrides=lines, return_hydra_config=True)
 
 
 @functools.cache
 def _shipped(base: Path, name: str) -> DictConfig:
     """What a shipped file gives without overrides: composed once in a process, and copied for each configuration."""
-    return _read(base, name, [])
+    tree = _read(base, name, [])
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree
 
 
 def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]) -> tuple[Path, str]:
@@ -391,8 +453,10 @@ def _value_problems(merged: Any) -> list[Problem]:
     """Bounds and choices of every value, interpolations resolved, with full keys."""
     try:
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException:  # one by one, to name the key
+    except OmegaConfBaseException as error:  # one by one, to name the key
         plain = None
+        if isinstance(error, UnsupportedInterpolationType):
+            import_plugins(merged.external_plugins)  # they may register resolvers
     problems = []
     for key, leaf in leaves().items():
         try:
@@ -410,9 +474,10 @@ def _value_problems(merged: Any) -> list[Problem]:
 
 
 def _with_hint(text: str) -> str:
-    """A Jinja text may hold `${...}`, which OmegaConf takes for its own."""
+    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered."""
     if ".custom_chat_template" not in text:
-        return text
+        resolver = "; register the resolver in a file that external_plugins names"
+        return text + (resolver if "Unsupported interpolation type" in text else "")
     return f"{text}; if ${{...}} belongs to the Jinja text: save the text as a file and give the file's path"
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from verl_mt.config_paths import group_folders
 
@@ -15,7 +19,8 @@ GROUPS = ("task", "scale", "engine", "algorithm", "logger", "experiment")
 
 
 def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
-    """Whether an override chooses a file of a config group: `algorithm=dapo`, `optim@actor_rollout_ref.actor.optim=x`.
+    """Whether an override chooses files of a config group: `algorithm=dapo`, `algorithm=dapo,rloo`, `~algorithm`,
+    `optim@actor_rollout_ref.actor.optim=x`.
 
     A mapping is none (`algorithm={gamma:0.9}` sets keys of the section). Nor is a list of trackers: each file of
     `logger` sets `trainer.logger`, so that only the last one would count.
@@ -25,9 +30,16 @@ def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
     """
     group, value = group_of(override), override.partition("=")[2]
     sets_keys = value.startswith(("{", "[") if group == "logger" else "{")
-    if not group or not value or sets_keys:
+    if not group or not (value or override.startswith("~")) or sets_keys:
         return False
-    return any((folder / group).is_dir() for folder in (*folders, *group_folders()))
+    return any((folder / group).is_dir() for folder in (*folders, *group_folders())) and parsed(override) is not None
+
+
+def parsed(override: str) -> Override | None:
+    """An override in Hydra's grammar; None where it is none."""
+    with contextlib.suppress(HydraException):
+        return OverridesParser.create().parse_override(override)
+    return None
 
 
 def group_of(override: str) -> str:
@@ -72,14 +84,6 @@ def with_places(entries: Sequence[Any], chosen: Sequence[str], named: set[str], 
         places += [{name: None} for name in chosen]
     named |= {next(iter(entry)) for entry in places if isinstance(entry, dict)}
     return places + overriding
-
-
-def searched_folders(overrides: Sequence[str]) -> Iterator[Path]:
-    """The folders that `hydra.searchpath=[file://FOLDER]` on the command line names."""
-    for word in overrides:
-        if word.lstrip("+").startswith("hydra.searchpath="):
-            found = map(Path, re.findall(r"file://([^,\]'\"]+)", word))
-            yield from (folder.resolve() for folder in found if folder.is_dir())
 
 
 def no_such_file(missing: str, options: Sequence[str], where: str) -> str:

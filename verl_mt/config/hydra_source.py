@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_search_path import ConfigSearchPath
@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
 from verl_mt.config.alias_tables import families
-from verl_mt.config.groups import with_places
-from verl_mt.config.normalize import Outcome, Problem, normalize_tree, on_purpose, raise_problems
+from verl_mt.config.groups import GROUPS, group_of, parsed, with_places
+from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, on_purpose, raise_problems
+from verl_mt.config.redact import redact
 from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir, group_folders
 from verl_mt.errors import ConfigError
@@ -35,6 +36,12 @@ from verl_mt.reading import parse_yaml
 BASE = "base_config"
 """The schema's name in Hydra's ConfigStore."""
 _SCHEME = "verlmt"
+RUN_DIR = (
+    "${verl_mt.run_dir:${hydra.job.chdir},${oc.select:trainer.default_local_dir},${oc.select:trainer.experiment_name}}"
+)
+"""`hydra.run.dir` where nobody sets it."""
+_QUIET = ("hydra/job_logging", "hydra/hydra_logging")
+"""Groups of Hydra that would write log files and lines of their own."""
 
 
 @dataclass
@@ -46,13 +53,22 @@ class Composition:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Files are read as Hydra reads them: no names are changed, and only their own folder is searched."""
+    """No names are changed."""
     explicit: set[str] = field(default_factory=set)
     """Keys of the primary file, where it is not a shipped one."""
-    chosen: Sequence[str] = ()
-    """Config groups that the command line chooses a file of."""
+    choices: Sequence[str] = ()
+    """What the command line chooses of config groups, in Hydra's words."""
     named: set[str] = field(default_factory=set)
     """Config groups in the defaults lists of the files that were read so far."""
+    hydra: dict[str, Any] = field(default_factory=dict)
+    """Hydra's keys, where the primary file does not set them."""
+    output_subdir: str | None = ".hydra"
+    """Folder of Hydra's files in the run directory; the run writes them, redacted (`record_output`)."""
+    redacted: bool = False
+    """Secrets of the files are replaced: Hydra prints or saves what it composes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Composition:
+        return self  # Hydra copies its sources; what they find belongs to one composition
 
 
 _CURRENT: ContextVar[Composition | None] = ContextVar("verl_mt_composition", default=None)
@@ -66,8 +82,7 @@ def register() -> None:
     aliases. `python -m verl_mt.trainer` and `compose` need no call.
     """
     _register_plugins()
-    if not _REGISTERED:
-        _REGISTERED.append(True)
+    _REGISTERED[:] = [True]
 
 
 @contextlib.contextmanager
@@ -125,6 +140,10 @@ class VerlMTConfigSource(FileConfigSource):
     def scheme() -> str:
         return _SCHEME
 
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider=provider, path=path)
+        self.composition = _CURRENT.get()  # kept: a launcher may load files in another process
+
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path)).resolve()
         content = read_yaml(file)
@@ -135,9 +154,11 @@ class VerlMTConfigSource(FileConfigSource):
         group = str(Path(config_path).parent).replace("/", ".").strip(".")
         package = {None: group, "_global_": "", "_group_": group}.get(header["package"], header["package"] or "")
         special = {key: content.pop(key) for key in ("defaults", "hydra") if key in content}
-        nested, outcome = normalize_tree(content, str(file), package)
-        special |= _hydra_block(special, str(file), outcome)
-        composition = _CURRENT.get()
+        composition = self.composition
+        plain = composition is not None and composition.plain
+        nested, outcome = (content, Outcome()) if plain else normalize_tree(content, str(file), package)
+        if "hydra" in special:
+            special["hydra"] = self._hydra_block(dict(special["hydra"] or {}), str(file), outcome)
         if composition is None:
             raise_problems(outcome.problems)
         else:
@@ -146,12 +167,38 @@ class VerlMTConfigSource(FileConfigSource):
             is_primary = config_path.removesuffix(".yaml") == composition.primary
             if is_primary and file.parent != config_dir().resolve():
                 composition.explicit |= on_purpose(outcome)
-            if "defaults" not in special and is_primary:
-                special["defaults"] = [BASE, "_self_"]
+            if is_primary:
+                _complete_primary(special, composition)
             if entries := special.get("defaults"):
-                special["defaults"] = with_places(entries, composition.chosen, composition.named, primary=is_primary)
+                chosen = [group for group in GROUPS if group in map(group_of, composition.choices)]
+                special["defaults"] = with_places(entries, chosen, composition.named, primary=is_primary)
+            if composition.redacted:
+                nested = redact(nested)
         config = OmegaConf.create({**special, **nested})
         return ConfigResult(config=config, path=f"{_SCHEME}://{self.path}", provider=self.provider, header=header)
+
+    def _hydra_block(self, block: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
+        """Hydra's own keys. Names in the files of its search path are normalised too."""
+        if "searchpath" in block:
+            shipped = tuple(family.config_folder for family in families().values() if family.config_folder)
+            left_out = [entry for entry in block["searchpath"] or [] if str(entry).rstrip("/").endswith(shipped)]
+            outcome.notes += [
+                f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
+                for entry in left_out
+            ]
+            block["searchpath"] = [normalised_folder(e) for e in block["searchpath"] or [] if e not in left_out]
+        return block
+
+
+def _complete_primary(special: dict[str, Any], composition: Composition) -> None:
+    """The schema below a primary file without a defaults list, and our values of Hydra's keys that it does not set."""
+    defaults = special.setdefault("defaults", [BASE, "_self_"])
+    quiet = [{f"override {group}": "none"} for group in _QUIET if group not in str(defaults)]
+    special["defaults"] = [*defaults, *quiet]
+    block = special.get("hydra", {})
+    composition.output_subdir = block.pop("output_subdir", composition.output_subdir)
+    ours = {"run": {"dir": RUN_DIR}, "output_subdir": None, **composition.hydra}
+    special["hydra"] = OmegaConf.to_container(OmegaConf.merge(ours, block))
 
 
 def has_packages(file: Path) -> bool:
@@ -161,43 +208,58 @@ def has_packages(file: Path) -> bool:
     return any("@" in str(key) for entry in entries if isinstance(entry, dict) for key in entry)
 
 
-def plain_tree(folder: Path, name: str, choices: list[str]) -> dict[str, Any]:
-    """A file and the config groups that it names, merged by Hydra alone; interpolations are kept.
+def own_search_path(word: str) -> str:
+    """An override; of one of `hydra.searchpath` with its folders as `normalised_folder` gives them."""
+    key, entries = word.partition("=")[0], _search_path(word)
+    return word if entries is None else f"{key}={literal([normalised_folder(entry) for entry in entries])}"
+
+
+def searched_folders(words: Sequence[str], file: Path) -> list[Path]:
+    """The folders that `hydra.searchpath` names: on the command line, else in the primary file.
 
     Args:
-        choices: overrides of its groups.
-
-    Raises:
-        HydraException: a group, or a file in it, is missing.
+        words: overrides, after `own_search_path`.
+        file: the primary file, which need not exist.
     """
-    files = hydra.initialize_config_dir(config_dir=str(folder), version_base="1.3")
-    with composing(Composition(primary=name, plain=True)), files:
-        tree = OmegaConf.to_container(hydra.compose(config_name=name, overrides=choices), resolve=False)
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+    for word in reversed(words):
+        if (entries := _search_path(word)) is not None:
+            return _folders(entries)
+    content = read_yaml(file) if file.is_file() else None
+    block = content.get("hydra") if isinstance(content, dict) else None
+    return _folders(block.get("searchpath") if isinstance(block, dict) else None)
 
 
-def _hydra_block(special: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
-    """Only the search path of `hydra:` has a meaning here; its folders are normalised too."""
-    if "hydra" not in special:
-        return {}
-    block = dict(special["hydra"] or {})
-    found = block.pop("searchpath", None) or []
-    for name in block:
-        outcome.problems.append(
-            Problem(f"hydra.{name} ({where}): verl_mt lets Hydra compose only; remove it", unknown_key=True)
-        )
-    kept, shipped = [], tuple(family.config_folder for family in families().values() if family.config_folder)
-    for entry in found:
-        if str(entry).rstrip("/").endswith(shipped):
-            outcome.notes.append(
-                f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
-            )
-        elif str(entry).startswith("file://"):
-            kept.append(f"{_SCHEME}://{Path(str(entry).removeprefix('file://')).expanduser().resolve()}")
-        else:
-            kept.append(entry)
-    return {"hydra": {"searchpath": kept}} if kept else {"hydra": {}}
+def _search_path(word: str) -> list[Any] | None:
+    """The entries of an override of `hydra.searchpath`; None where it is another, or no list."""
+    override = parsed(word) if word.lstrip("+").startswith("hydra.searchpath=") else None
+    value: Any = override.value() if override else None
+    return value if isinstance(value, list) else None
+
+
+def _folders(entries: Any) -> list[Path]:
+    """The folders among entries of `hydra.searchpath`."""
+    found = map(str, map(normalised_folder, entries or []))
+    return [Path(entry.removeprefix(f"{_SCHEME}://")) for entry in found if entry.startswith(_SCHEME)]
+
+
+def normalised_folder(entry: Any) -> Any:
+    """An entry of `hydra.searchpath`, so that the names in its files are normalised."""
+    scheme, _, path = str(entry).rpartition("://")
+    if scheme not in ("", "file", "pkg") or "${" in path:
+        return entry
+    if scheme == "pkg":
+        places = None
+        with contextlib.suppress(ImportError):
+            places = getattr(find_spec(path.replace("/", ".")), "submodule_search_locations", None)
+        if not places:
+            return entry
+        path = places[0]
+    return f"{_SCHEME}://{Path(path).expanduser().resolve()}"
+
+
+def _run_dir(chdir: bool | None, folder: str | None, experiment: str | None) -> str:
+    """The working directory, which needs no making: the run makes its directory when nothing is wrong any more."""
+    return str(folder or f"runs/{experiment}") if chdir else "."
 
 
 class VerlMTSearchPath(SearchPathPlugin):
@@ -205,7 +267,7 @@ class VerlMTSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         composition = _CURRENT.get()
-        if (composition is None and not _REGISTERED) or (composition is not None and composition.plain):
+        if composition is None and not _REGISTERED:
             return
         for element in search_path.get_path():
             if element.provider != "hydra" and "://" not in element.path.removeprefix("file://"):
@@ -231,3 +293,4 @@ def _register_plugins() -> None:
     store = ConfigStore.instance()
     if f"{BASE}.yaml" not in store.repo:
         store.store(BASE, node=schema())
+    OmegaConf.register_new_resolver("verl_mt.run_dir", _run_dir, replace=True)

@@ -10,15 +10,16 @@ turns up that is not ours: a command in our own names loads none of them.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
-import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -40,8 +41,6 @@ _OPENED = ("actor_rollout_ref.rollout.engine_kwargs", "algorithm.rollout_correct
 """Free mappings in which other names of our keys may stand."""
 _FOLLOWS = {"actor_rollout_ref.actor.loss_agg_mode", "trainer.device"}
 """Keys whose default here depends on something else: on the loss, on the machine."""
-_FLAGS_WITH_VALUE = {"--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c"}
-_FLAGS = _FLAGS_WITH_VALUE | {"--help", "--resolve"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,11 @@ class Outcome:
     """Note -> the key at its default that it is about: of a whole configuration too many to print."""
     stand_ins: dict[str, Item] = field(default_factory=dict)
     """Text of a problem -> what stands instead of that value in a whole configuration, which nobody wrote by hand."""
+    swept: list[str] = field(default_factory=list)
+    """Keys of ours with several values (Hydra's sweeps)."""
+
+
+Sweep = Callable[[Override, str, Outcome], list[str]]
 
 
 def is_whole(outcome: Outcome) -> bool:
@@ -128,27 +132,40 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
     return outcome
 
 
+@functools.cache
+def _hydra_flags() -> dict[str, argparse.Action]:
+    """Flag of Hydra's command line -> what its parser does with it."""
+    return {name: action for action in get_args_parser()._actions for name in action.option_strings}
+
+
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(Hydra's flags with their values, overrides), each in their order; flags of other libraries are overrides."""
-    words = list(argv)
-    if any(word.startswith("--") and word.partition("=")[0] not in _FLAGS for word in words):
+    words, known = list(argv), _hydra_flags()
+    if any(word.startswith("--") and word.partition("=")[0] not in known for word in words):
         for family in families().values():
             words = family.as_overrides(words, family.rows) if family.as_overrides else words
     flags: list[str] = []
     overrides: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    while words:
+        word = words.pop(0)
         if not word.startswith("-"):
             overrides.append(word)
             continue
         flags.append(word)
-        if word in _FLAGS_WITH_VALUE:
-            flags.extend(itertools.islice(rest, 1))
+        action = known.get(word)
+        takes = isinstance(action, argparse._StoreAction) and words  # --info may have a value, or none
+        if takes and action and (action.nargs is None or words[0] in (action.choices or ())):
+            flags.append(words.pop(0))
     return flags, overrides
 
 
-def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
-    """Hydra overrides -> canonical Hydra overrides, with everything that was wrong or worth saying."""
+def normalize_overrides(overrides: Sequence[str], sweep: Sweep | None = None) -> tuple[list[str], Outcome]:
+    """Hydra overrides -> canonical Hydra overrides, with everything that was wrong or worth saying.
+
+    Args:
+        overrides: keys in any of their names; those of Hydra itself (`hydra.run.dir`) stay as they are.
+        sweep: makes the canonical override of several values (`a,b`, `range()`); None = they are refused.
+    """
     outcome = Outcome()
     given: list[tuple[str, Any]] = []
     verbatim: dict[tuple[str, str], str] = {}
@@ -160,26 +177,28 @@ def normalize_overrides(overrides: Sequence[str]) -> tuple[list[str], Outcome]:
         except HydraException as error:
             outcome.problems.append(Problem(f"{text!r} ({COMMAND_LINE}) is not key=value: {_first_line(error)}"))
             continue
-        problem = _refuse_form(override, text)
+        problem = None if override.is_hydra_override() else _refuse_form(override, text, sweep)
         if problem:
             outcome.problems.append(problem)
-        elif override.key_or_group == "hydra.searchpath" or override.is_delete():
+        elif override.is_hydra_override() or override.is_delete():
             lines.append(text)
+        elif sweep is not None and override.is_sweep_override():
+            lines += sweep(override, text, outcome)
         else:
             value = override.value()
             given.append((override.key_or_group, value))
-            verbatim[override.key_or_group, _literal(value)] = text
+            verbatim[override.key_or_group, literal(value)] = text
     # What nobody had to change is handed to Hydra as it was written: an interpolation or a resolver of the user's means
     # to Hydra's grammar what it says, and quoting it anew could make plain text of it.
     found = normalize_items(given, COMMAND_LINE)
     for item in found.items:
         # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
         prefix = "++" if open_parent(item.key) or isinstance(item.value, dict) else ""
-        original = verbatim.get((item.key, _literal(item.value)), "")
+        original = verbatim.get((item.key, literal(item.value)), "")
         lines.append(
-            original if not prefix and original[:1] not in ("", "+") else f"{prefix}{item.key}={_literal(item.value)}"
+            original if not prefix and original[:1] not in ("", "+") else f"{prefix}{item.key}={literal(item.value)}"
         )
-    outcome.items, outcome.notes = found.items, found.notes
+    outcome.items, outcome.notes = found.items, outcome.notes + found.notes
     outcome.problems += found.problems
     return lines, outcome
 
@@ -188,7 +207,7 @@ def as_overrides(items: Iterable[Item]) -> list[str]:
     """Items in Hydra's override grammar."""
     # Hydra adds no keys to a mapping of the schema without being told to, those of kwargs={a:1} neither.
     pairs = [("++" if open_parent(item.key) or isinstance(item.value, dict) else "", item) for item in items]
-    return [f"{prefix}{item.key}={_literal(item.value)}" for prefix, item in pairs]
+    return [f"{prefix}{item.key}={literal(item.value)}" for prefix, item in pairs]
 
 
 def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tuple[dict[str, Any], Outcome]:
@@ -408,7 +427,7 @@ def _accept_fixed(key: str, value: Any, row: Alias, where: str, outcome: Outcome
         text = f"{key}={_short(value)} ({where}): expected {kinds}; it would have nothing to set here: {row.why}"
         outcome.problems.append(Problem(text))
         return
-    agreed = " or ".join(_literal(v) for v in row.values)
+    agreed = " or ".join(literal(v) for v in row.values)
     text = f"{key}={_short(value)} ({where}) is refused, only {agreed} is possible: {row.why}"
     _refuse(key, value, text, where, outcome)
 
@@ -493,24 +512,24 @@ def _scratch(section: str) -> DictConfig:
 def _quote_placeholder(text: str) -> str:
     """`key=path/{rollout_id}.pt` as slime's documents write it: to Hydra's grammar a brace begins a mapping."""
     key, equals, value = text.partition("=")
-    return f"{key}={_literal(value)}" if equals and "{rollout_id}" in value and value[:1] not in "'\"" else text
+    return f"{key}={literal(value)}" if equals and "{rollout_id}" in value and value[:1] not in "'\"" else text
 
 
-def _refuse_form(override: Override, text: str) -> Problem | None:
+def _refuse_form(override: Override, text: str, sweep: Sweep | None) -> Problem | None:
     key = override.key_or_group
-    if override.is_sweep_override():
-        return Problem(f"{text} ({COMMAND_LINE}): sweeps are not offered; start one run per value")
+    if override.is_sweep_override() and sweep is None:
+        return Problem(f"{text} ({COMMAND_LINE}): several values are a sweep. Give one value, or train with --multirun")
     if override.is_delete() and not open_parent(key):
         return Problem(
             f"{text} ({COMMAND_LINE}): a key of the schema cannot be deleted; set it to null",
             unknown_key=True,
         )
     if override.package is not None:
-        return Problem(f"{text} ({COMMAND_LINE}): packages are not offered on the command line", unknown_key=True)
+        return Problem(f"{text} ({COMMAND_LINE}): there is no config group {key}", unknown_key=True)
     return None
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """A value in Hydra's override grammar."""
     if value is None:
         return "null"
@@ -519,9 +538,9 @@ def _literal(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ",".join(_literal(v) for v in value) + "]"
+        return "[" + ",".join(literal(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_literal_key(k)}:{_literal(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{_literal_key(k)}:{literal(v)}" for k, v in value.items()) + "}"
     if "'" not in str(value) and not str(value).endswith("\\"):
         return f"'{value}'"
     # Within quotes a backslash means itself, except in a run before a quote: there each one is doubled.
@@ -531,9 +550,7 @@ def _literal(value: Any) -> str:
 
 def _literal_key(key: Any) -> str:
     text = str(key)
-    return (
-        text if text.replace("_", "").replace("-", "").replace("/", "").replace(".", "").isalnum() else _literal(text)
-    )
+    return text if text.replace("_", "").replace("-", "").replace("/", "").replace(".", "").isalnum() else literal(text)
 
 
 def _short(value: Any) -> str:

@@ -132,7 +132,7 @@ class RunDirectory:
     def abandon(self) -> None:
         """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
         if self._created:
-            for folder in ("tensorboard", "wandb"):
+            for folder in ("tensorboard", "wandb", ".hydra"):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
             for name in (*_BEFORE_THE_FIRST_STEP, ".lock"):
                 (self.path / name).unlink(missing_ok=True)

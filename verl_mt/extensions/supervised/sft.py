@@ -21,9 +21,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from verl_mt.config.checks import reject_unused_keys
-from verl_mt.config.compose import config_of_command
-from verl_mt.config.groups import is_choice
-from verl_mt.config.normalize import normalize_overrides, raise_problems, split_argv
+from verl_mt.config.compose import Command, config_of_command
+from verl_mt.config.normalize import raise_problems, split_argv
 from verl_mt.config.schema import Config, TrainerConfig
 from verl_mt.errors import ConfigError, VerlMTError
 
@@ -204,9 +203,9 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         UnknownKeyError, ConfigError: everything that is wrong; also an override that means nothing here.
     """
     flags, overrides = split_argv(words)
-    _, outcome = normalize_overrides([word for word in overrides if not is_choice(word)])
-    raise_problems(outcome.problems)
-    keys = {item.key: item.alias for item in outcome.items}
+    plan = Command(words, "ppo_trainer", "verl_mt.sft").plan()
+    raise_problems(plan.composition.problems)
+    keys = {item.key: item.alias for item in plan.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
     quoted = "'" + data.replace("'", "\\'") + "'"
     given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
@@ -216,7 +215,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         _refuse_unread(keys, read)
         reject_unused_keys(config, among=read)
         _leave_out_rl(config, keeps_agg=_AGG in keys)
-        _name_apart(config.trainer, keys)
+        _name_apart(config.trainer, keys | {word.lstrip("+").partition("=")[0]: word for word in overrides})
     return config
 
 
@@ -239,7 +238,7 @@ def _refuse_unread(keys: Mapping[str, str], read: tuple[str, ...]) -> None:
 
 def _name_apart(trainer: TrainerConfig, keys: Collection[str]) -> None:
     """The directory that the file of a run names is the run's: this training has one beside it."""
-    if not {"trainer.experiment_name", "trainer.default_local_dir"} & set(keys):
+    if not {"trainer.experiment_name", "trainer.default_local_dir", "hydra.run.dir"} & set(keys):
         trainer.experiment_name += "-sft"
         if trainer.default_local_dir is not None:
             trainer.default_local_dir = trainer.default_local_dir.rstrip("/") + "-sft"

@@ -50,7 +50,6 @@ _LEFT_OUT = {
     "trainer.profile_steps": "kernels are not profiled; where a step's time goes is in its metrics",
     "ray_init.": "start Ray as you need it before the run",
     "ray_kwargs.": "start Ray as you need it before the run",
-    "hydra.": "the run directory is trainer.default_local_dir",
 }
 """Beginnings of keys of which nothing that is learned depends -> why they are not carried over."""
 _TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")

@@ -29,6 +29,8 @@ _NAMES = ("trainer.experiment_name", "trainer.project_name")
 _TASK = ("data.train_files", "data.val_files", "reward.")
 """Keys, or beginnings of keys, that decide what a reward measures."""
 _LOGS = ("*.log", "*.err", "*.out", "stderr*")
+_OF_A_JOB = (".hydra", "stderr.log")
+"""What a job leaves that never became a run."""
 _LOG_TAIL_BYTES = 65536
 _ERROR = re.compile(
     r"^(?:error|fatal): |^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)(?::|$)|\b(?:ERROR|CRITICAL)\b"
@@ -178,7 +180,7 @@ def _jobs_below(folder: Path, levels: int) -> Iterator[Path]:
             yield path
             continue
         below = list(_jobs_below(path, levels - 1)) if levels > 1 else []
-        yield from below or ([path] if (path / ".hydra").is_dir() else [])
+        yield from below or ([path] if any((path / name).exists() for name in _OF_A_JOB) else [])
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.config.write_reference > docs/configuration.md`: every key, from the schema itself."""
+"""`python -m verl_mt.config.write_reference > docs/configuration.md`: all keys of the configuration, as a page."""
 
 from __future__ import annotations
 
