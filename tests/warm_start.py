@@ -173,7 +173,7 @@ def warm_engines() -> None:
 
 
 def _replace_starts_of_engines() -> None:
-    from verl_mt.extensions.cluster.sglang import processes
+    from verl_mt.extensions.cluster.replicas import processes
 
     processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 
