@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 _TRANSFER = "verl_mt_shared_memory"
 _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
+"""What SGLang's requests and vLLM's call alike."""
+_POLL_S = 0.5
 
 
 @dataclass
@@ -129,46 +133,68 @@ class Host:
     async def serve(self) -> None:
         """Until the other end closes, or vLLM's own process is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        self._start(self._close_when_dead())
         while (frame := await _read_frame(reader)) is not None:
             # Calls overlap: an abort must get through while the request that it ends is being answered.
-            task = asyncio.ensure_future(self._answer(*frame))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._answer(*frame))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close_when_dead(self) -> None:
+        """vLLM's own process may end while nobody asks it for anything."""
+        while not self._engine.errored:
+            await asyncio.sleep(_POLL_S)
+        self._writer.close()
 
     async def _answer(self, number: int, name: str, body: dict[str, Any]) -> None:
         answer: tuple[int, str, Any]
         try:
             answer = (number, "ok", await getattr(self, name)(**body) or {"success": True})
         except Exception as error:
+            if self._engine.errored:
+                return  # the other end learns of it when this one closes
             answer = (number, "error", f"{type(error).__name__}: {error.__cause__ or error}")
         self._writer.write(_encode(answer))
-        if self._engine.errored:
-            self._writer.close()
 
-    async def generate(self, rid: str, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+    async def generate(
+        self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], return_logprob: bool = False
+    ) -> dict[str, Any]:
         """Sample one turn."""
-        wanted = sampling_params.pop("max_new_tokens")
+        wanted = sampling_params["max_new_tokens"]
+        stops = sampling_params.get("stop") or []
         sampling = SamplingParams(
-            **sampling_params,
+            **{name: sampling_params[name] for name in _SAMPLING if name in sampling_params},
             max_tokens=max(1, wanted),  # 0 = only the cache of the prompt is wanted
-            logprobs=0,
+            logprobs=0 if return_logprob else None,
             ignore_eos=True,  # a turn ends at the ids that the request names, whatever the model's files say
+            stop=stops,
+            detokenize=bool(stops),
             include_stop_str_in_output=True,
-            detokenize=bool(sampling_params["stop"]),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         async for output in self._engine.generate(TokensPrompt(prompt_token_ids=input_ids), sampling, rid):
             last = output
         (turn,) = last.outputs
-        ids = list(turn.token_ids)[:wanted] if wanted else []
-        log_probs = [entry[token].logprob for token, entry in zip(ids, turn.logprobs or ())]
+        if turn.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended the request: {turn.finish_reason} ({turn.stop_reason})")
+        ids = list(turn.token_ids)[:wanted]
         return {
-            "token_ids": ids,
-            "log_probs": log_probs,
-            "finish_reason": turn.finish_reason,
-            "stop_reason": turn.stop_reason,
-            "versions": [(span.version, span.start, span.end) for span in turn.weight_versions or ()],
-            "cached_tokens": last.num_cached_tokens or 0,
+            "meta_info": {
+                "finish_reason": {"type": turn.finish_reason, "matched": turn.stop_reason},
+                "output_token_logprobs": [
+                    (entry[token].logprob, token) for token, entry in zip(ids, turn.logprobs or ())
+                ],
+                "weight_versions": [
+                    {"version": span.version, "start": span.start, "end": span.end}
+                    for span in turn.weight_versions or ()
+                ],
+                "cached_tokens": last.num_cached_tokens or 0,
+            }
         }
 
     async def abort_request(self, rid: str) -> None:
