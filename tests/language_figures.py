@@ -23,13 +23,12 @@ _LONG = 30
 _WORD = re.compile(rf"[\w{CODE}]+(?:[-'’.,/][\w{CODE}]+)*")
 _CLAUSE = re.compile(r"(?<!\A)\b(?:what|who|whom|whoever|whatever)\b", re.IGNORECASE)
 _YOU = re.compile(r"\byou(?:r|rs|rself)?\b", re.IGNORECASE)
-_IMPERATIVES = frozenset(
-    """
-    add ask begin build call change check choose compare copy count create declare delete do draw export find follow
-    give help install keep leave let look lower make mark name open pass pick prefer print put raise read remove
-    repair replace restart return run save see select send set show start stop store subclass switch take tell train
-    try turn use wait watch write
-    """.split()
+_IMPERATIVES = re.compile(
+    r"(?:add|ask|begin|build|call|change|check|choose|compare|copy|count|create|declare|delete|do|draw|export|find|follow"
+    r"|give|help|install|keep|leave|let|look|lower|make|mark|name|open|pass|pick|prefer|print|put|raise|read|remove"
+    r"|repair|replace|restart|return|run|save|see|select|send|set|show|start|stop|store|subclass|switch|take|tell|train"
+    r"|try|turn|use|wait|watch|write)\b",
+    re.IGNORECASE,
 )
 HEADS = ("words", "clauses", "semicolons", "you", "imperatives", f"over {_LONG} words")
 
@@ -55,7 +54,7 @@ def figures(markdown: str) -> Counter[str]:
             0 if question else len(_CLAUSE.findall(sentence)),
             sentence.count(";"),
             len(_YOU.findall(sentence)),
-            bool(words) and words[0].lower() in _IMPERATIVES,
+            bool(_IMPERATIVES.match(sentence)),
             len(words) > _LONG,
         )
         counts.update(dict(zip(HEADS, map(int, found))))
