@@ -16,7 +16,6 @@ NOT_YET = {
     "docs/capabilities.md",
     "docs/cold_start.md",
     "docs/compatibility.md",
-    "docs/concepts.md",
     "docs/configuration.md",
     "docs/custom_generate.md",
     "docs/diagnostics.md",
