@@ -171,6 +171,7 @@ def main() -> None:
         texts = [page(path) for path in pages()] + texts_of_library()
     hits = [hit for text in texts for hit in text.hits()]
     print(*hits, f"{len(hits)} hits in {len(texts)} texts", sep="\n")
+    raise SystemExit(bool(hits))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ NOT_YET = {
     "docs/tracking.md",
     "docs/verl_keys.md",
     "docs/write_an_interaction.md",
-    "docs/your_first_run.md",
     "docs/your_own_agent.md",
     "docs/your_own_algorithm.md",
     "docs/your_own_data.md",
