@@ -27,7 +27,6 @@ NOT_YET = {
     "docs/migrating_from_slime.md",
     "docs/migrating_from_verl.md",
     "docs/multimodal.md",
-    "docs/multiturn.md",
     "docs/prompt_log.md",
     "docs/python_api.md",
     "docs/report.md",
