@@ -30,7 +30,6 @@ NOT_YET = {
     "docs/prompt_log.md",
     "docs/python_api.md",
     "docs/report.md",
-    "docs/rewards.md",
     "docs/rollout_rows.md",
     "docs/scaling.md",
     "docs/schedulers.md",
