@@ -39,7 +39,6 @@ NOT_YET = {
     "docs/tracking.md",
     "docs/verl_keys.md",
     "docs/write_an_interaction.md",
-    "docs/your_own_engine.md",
     "recipes/gsm8k/README.md",
     "recipes/gsm8k/smollm2/README.md",
     "recipes/search/README.md",
