@@ -32,7 +32,6 @@ NOT_YET = {
     "docs/sglang.md",
     "docs/templates.md",
     "docs/tool_parsers.md",
-    "docs/tools.md",
     "docs/tracking.md",
     "docs/verl_keys.md",
     "docs/write_an_interaction.md",
