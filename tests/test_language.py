@@ -31,7 +31,6 @@ NOT_YET = {
     "docs/schedulers.md",
     "docs/sglang.md",
     "docs/templates.md",
-    "docs/tool_parsers.md",
     "docs/tracking.md",
     "docs/verl_keys.md",
     "docs/write_an_interaction.md",
