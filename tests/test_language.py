@@ -30,7 +30,6 @@ NOT_YET = {
     "docs/scaling.md",
     "docs/schedulers.md",
     "docs/sglang.md",
-    "docs/templates.md",
     "docs/tracking.md",
     "docs/verl_keys.md",
     "docs/write_an_interaction.md",
