@@ -218,29 +218,29 @@ Check your model's chat template before you train:
 python -m verl_mt.check_template --model PATH
 ```
 
-The table below has the results for published templates. Each was probed in transformers' Jinja sandbox, on a small tokenizer
-with the template's control tokens.
+The table below has the results for published templates. Each was probed in transformers' Jinja sandbox, on a small
+tokenizer with the template's control tokens.
 
 ## Read the table
 
 - `yes`: the template renders this shape, and every token is accounted for exactly.
-- `refused`: it does not, for the [cause](#causes) in the cell. If your run needs a refused shape, it stops before its first step
-  and names the cause. A run may need user turns, tool schemas, tool results, or a prompt without tools.
-- *Calls in history*, *parallel calls* and *text beside a call* are about full renderings only. A rollout keeps the model's call
-  as it was sampled. So tool results follow it, even if the template cannot write the call again.
+- `refused`: it does not, for the [cause](#causes) in the cell. If your run needs a refused shape, it stops before its
+  first step and names the cause. A run may need user turns, tool schemas, tool results, or a prompt without tools.
+- *Calls in history*, *parallel calls* and *text beside a call* are about full renderings only. A rollout keeps the
+  model's call as it was sampled. So tool results follow it, even if the template cannot write the call again.
 - *Arguments*: the form of call arguments that the template needs.
 - *Tool parser*: the [parser](tool_parsers.md) that reads the template's calls.
 
 Remarks:
 
-- *append-only*: the record of three plain turns without reasoning (`verl_mt.chat.replay`) equals the template's rendering of the
-  same messages, id by id up to the last end of turn. A template without this remark renders plain turns differently than they
-  were sampled, or needs reasoning.
-- *drops old reasoning*, *rewrites turns with calls*, *tools move to the last user turn*: the template rewrites history in full
-  renderings. Such a template may be append-only too. A rollout never rewrites its record.
+- *append-only*: the record of three plain turns without reasoning (`verl_mt.chat.replay`) equals the template's
+  rendering of the same messages, id by id up to the last end of turn. A template without this remark renders plain
+  turns differently than they were sampled, or needs reasoning.
+- *drops old reasoning*, *rewrites turns with calls*, *tools move to the last user turn*: the template rewrites history
+  in full renderings. Such a template may be append-only too. A rollout never rewrites its record.
 
-With `multi_turn.use_inference_chat_template: True`, a conversation stays in one record only if the template does none of these
-three. `python -m verl_mt.doctor` tells you for your run.
+With `multi_turn.use_inference_chat_template: True`, a conversation stays in one record only if the template does none
+of these three. `python -m verl_mt.doctor` tells you for your run.
 
 ## How a template is probed
 
@@ -250,9 +250,9 @@ When a model is loaded, sampled turns are replayed:
 - one call and two calls, calls with reasoning or text
 - turns after a user turn and after a tool result.
 
-The template's rendering minus the generation prompt stands for the sampled turn. The engine's stop tokens must not cut it. The tokens
-that a rollout records behind it must equal the template's, id by id. If your run needs a shape that does not reproduce, it
-stops with P26.
+The template's rendering minus the generation prompt stands for the sampled turn. The engine's stop tokens must not cut
+it. The tokens that a rollout records behind it must equal the template's, id by id. If your run needs a shape that does
+not reproduce, it stops with P26.
 
 ## Causes
 """
