@@ -20,6 +20,7 @@ _GIVE_WAY = (
     f"{_ROLLOUT}.n_workers_per_node", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
 )  # fmt: skip
 """Beginnings of keys that a short name does not mean where another key matches. So do the keys of other packages."""
+_EVERY_KEY = "python -m verl_mt.config.write_reference lists all keys"
 
 
 def keys_meant(name: str) -> list[str]:
@@ -31,12 +32,10 @@ def keys_meant(name: str) -> list[str]:
     if name in leaves() or name in sections() or open_parent(name) is not None:
         return [name]
     found = [key for key in (*leaves(), *sections()) if _ends(key, name)]
-    if not found and "." in name:
-        head, _, rest = name.rpartition(".")
-        while head and not found:
-            found = [f"{key}.{rest}" for key, leaf in leaves().items() if leaf.is_open and _ends(key, head)]
-            head, _, last = head.rpartition(".")
-            rest = f"{last}.{rest}"
+    parts = () if found else name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        head, rest = ".".join(parts[:end]), ".".join(parts[end:])
+        found = found or [f"{key}.{rest}" for key, leaf in leaves().items() if leaf.is_open and _ends(key, head)]
     return [key for key in found if not key.startswith(_GIVE_WAY) and key not in keys_of_packages()] or found
 
 
@@ -61,8 +60,4 @@ def suggest_key(name: str) -> str:
     found = found or close(name, [key for key in leaves() if key.rpartition(".")[2] == last], cutoff=0.75)
     found = found or keys_meant(last) or close(name, names, cutoff=0.9)
     found = found or [key for match in close(last, ends, cutoff=0.75) for key in keys_meant(match)]
-    return (
-        f"; did you mean {' or '.join(found)}?"
-        if found
-        else "; python -m verl_mt.config.write_reference lists all keys"
-    )
+    return f"; did you mean {' or '.join(found)}?" if found else f"; {_EVERY_KEY}"
