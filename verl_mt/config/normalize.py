@@ -4,7 +4,7 @@ Hydra cannot merge `multi_turn=True` with `multi_turn.x=y` and stops at the firs
 and YAML files are first turned into canonical `(key, value)` items by the one function `normalize_items`; what is wrong
 is collected, and everything that is wrong with a command ends up in one error.
 
-What verl, slime and ms-swift call our keys stands in the tables of `FAMILIES`. They are read when a key or a value
+What verl, slime, ms-swift and TRL call our keys stands in the tables of `FAMILIES`. They are read when a key or a value
 turns up that is not ours: a command in our own names loads none of them.
 """
 
