@@ -18,7 +18,6 @@ from verl_mt.config.normalize import (
     normalize_tree,
     raise_problems,
     split_argv,
-    suggest_key,
 )
 from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
@@ -107,22 +106,6 @@ def test_wrong_values_alone_are_a_config_error():
     with pytest.raises(ConfigError, match=r"ppo_epochs=0.*at least 1") as caught:
         normalized(["actor_rollout_ref.actor.ppo_epochs=0"])
     assert not isinstance(caught.value, UnknownKeyError)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("trainer.totl_training_steps", "trainer.total_training_steps"),
-        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
-        ("rollout.n", "actor_rollout_ref.rollout.n"),
-        ("actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("critic.lr", "critic.optim.lr"),
-        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
-    assert suggest_key(wrong) == f"; did you mean {right}?"
 
 
 @given(st.sampled_from(sorted(leaves())), st.data())

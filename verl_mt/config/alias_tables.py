@@ -49,7 +49,7 @@ class Family:
     """What is known of another library: the rows of its table, and the code that a table cannot say."""
 
     rows: Mapping[str, Alias]
-    settle: Callable[[Any, str], None]
+    settle: Callable[[Any, str], None] = lambda outcome, where: None
     """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
     as_overrides: Callable[[Sequence[str], Mapping[str, Alias]], list[str]] | None = None
     """Its flags on a command line as `key=value`; all other words stay."""

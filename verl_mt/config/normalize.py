@@ -1,17 +1,16 @@
-"""Before Hydra sees them: other names of our keys, the `multi_turn: True` shorthand, "did you mean", all refusals.
+"""Before Hydra sees them: other names of our keys, the `multi_turn: True` shorthand, all refusals.
 
 Hydra cannot merge `multi_turn=True` with `multi_turn.x=y` and stops at the first key it does not know. So command lines
 and YAML files are first turned into canonical `(key, value)` items by the one function `normalize_items`; what is wrong
 is collected, and everything that is wrong with a command ends up in one error.
 
-What verl, slime and ms-swift call our keys stands in the tables of `FAMILIES`. They are read when a key or a value
+What verl, slime, ms-swift and TRL call our keys stands in the tables of `FAMILIES`. They are read when a key or a value
 turns up that is not ours: a command in our own names loads none of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import json
 import re
@@ -29,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_mt.config.alias_tables import Alias, aliases, at_default, default_kinds, families, fits_default, same
 from verl_mt.config.declare import check_option
 from verl_mt.config.schema import leaves, open_parent, schema, sections
+from verl_mt.config.short_names import suggest_key
 from verl_mt.errors import ConfigError, UnknownKeyError
 
 COMMAND_LINE = "command line"
@@ -234,22 +234,6 @@ def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tu
         old = node.get(last)
         node[last] = {**old, **item.value} if isinstance(old, dict) and isinstance(item.value, dict) else item.value
     return nested, outcome
-
-
-def suggest_key(key: str) -> str:
-    """`"; did you mean x?"`: a neighbour, else the same name elsewhere, else the closest alias of all."""
-    parent, _, last = key.rpartition(".")
-    names = [*leaves(), *(name for name, row in aliases().items() if row.meaning == "renamed")]
-    neighbours = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
-    same_name = [n for n in leaves() if n.rpartition(".")[2] == last]
-    by_name = {n.rpartition(".")[2]: n for n in leaves()}
-    close = [neighbours[m] for m in difflib.get_close_matches(last, neighbours, n=1, cutoff=0.7)]
-    # `actor.lr` leaves out parts of `actor_rollout_ref.actor.optim.lr`, and is nearer to `critic.optim.lr` in letters.
-    close = close or [n for n in same_name if all(part in n.split(".") for part in key.split("."))]
-    close = close or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-    close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
-    close = close or [by_name[m] for m in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75)]
-    return f"; did you mean {close[0]}?" if close else "; python -m verl_mt.config.write_reference lists all keys"
 
 
 def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
