@@ -106,7 +106,7 @@ def test_log_probs_stay_those_of_the_trainer_whatever_a_scheduler_does_to_the_co
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([f"{MULTI_TURN}.scheduler_kwargs={{a:1}}"], "scheduler_kwargs is .* means something only with"),
+        ([f"{MULTI_TURN}.scheduler_kwargs={{a:1}}"], "scheduler_kwargs=.* has no effect unless"),
         ([f"{MULTI_TURN}.scheduler=x", f"{MULTI_TURN}.enable=False"], "multi_turn.enable is False"),
         (
             [

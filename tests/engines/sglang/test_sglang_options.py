@@ -208,9 +208,9 @@ def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refu
         (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "the servers run already"),
         (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "the servers run already"),
         (["weight_transport=broadcast"], "needs servers"),
-        (["weight_sync_dir=/shared"], "only with .*weight_transport=disk"),
-        (["name=local", "servers=[http://h:1]"], "only with .*rollout.name=sglang"),
-        (["name=local", "weight_transport=disk"], "only with .*rollout.name=sglang"),
+        (["weight_sync_dir=/shared"], "unless .*weight_transport=disk"),
+        (["name=local", "servers=[http://h:1]"], "unless .*rollout.name=sglang"),
+        (["name=local", "weight_transport=disk"], "unless .*rollout.name=sglang"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(overrides, message):
