@@ -166,6 +166,8 @@ def test_what_can_work_is_accepted(overrides):
         (f"{ROLLOUT}.val_kwargs.temperature=-inf", "must be a finite number"),
         ("reward.timeout_s=inf", "must be a finite number"),
         (f"{ROLLOUT}.val_kwargs.min_p=1", "got 1.0, must be below 1"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0", "got 0.0, must be at least 1e-06"),
+        ("trainer.save_freq=0", "got 0, must be at least 1 or -1"),
     ],
 )
 def test_numbers_that_the_run_would_stumble_over_are_refused(override, reason, tmp_path):

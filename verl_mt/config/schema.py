@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
 from verl_mt.config.declare import Condition, Section, conflicts, is_set, only, option, switched_on
-from verl_mt.config.extended import classes_of, extended_classes
+from verl_mt.config.extended import extended_classes
 from verl_mt.config.options import KLControlOptions, RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode
 from verl_mt.config.rollout import GENERATES, VALIDATES, WITHOUT_GROUPS, RolloutConfig
@@ -508,7 +508,7 @@ def schema() -> type[Config]:
 
 def _extended_of(cls: type, of_others: bool = False) -> type:
     # An extension may make its own sections while it is imported, when classes cannot be made yet.
-    return extended_classes(Config).get(cls, cls) if of_others or cls in classes_of(Config) else cls
+    return extended_classes(Config).get(cls, cls) if of_others or cls.__module__.startswith(__package__) else cls
 
 
 Section.extended_of = staticmethod(_extended_of)
