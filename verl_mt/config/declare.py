@@ -1,4 +1,4 @@
-"""One option = type, default, doc, check, and when it means something: in one place.
+"""One option = type, default, doc, check, and when it has an effect: in one place.
 
 The same `Condition` decides whether a key that was set explicitly has no effect, and is printed in that refusal and on
 the page of all keys.
@@ -136,8 +136,8 @@ def option(
     Args:
         default: the default; mutable ones (list, dict) are copied for each instance. A `Section` class: keys below.
         doc: one or two sentences with the unit; says what null means.
-        when: under which condition the key means something (None = always); a section's holds for its keys too. A key
-            that is given elsewhere, with another value than its default, is refused.
+        when: when the key has an effect (None = always); a section's condition holds for its keys too. If it does not
+            hold, another value than the default is refused.
         allow_unused: values that are accepted although the key has no effect; True = any value.
     """
     metadata = {"doc": doc, "when": when, "allow_unused": allow_unused, **limits}

@@ -9,7 +9,8 @@ group `verl_mt.config_sections`::
 
     SECTIONS = ConfigSections({"curriculum": CurriculumConfig})  # curriculum.start=0.3
 
-A section that the core has gets further keys (`{"actor_rollout_ref.rollout": RolloutKeys}`). Code reads them typed:
+A section that the core has gets further keys (`{"actor_rollout_ref.rollout": RolloutKeys}`). Override
+`Section.problems` to check values that do not go together. Code reads them typed:
 `section_of(config, CurriculumConfig).start`.
 """
 
@@ -39,7 +40,8 @@ class ConfigSections:
     sections: Mapping[str, type[Section]]
     """Dotted key -> its class. Of a section that exists: a class with the further keys."""
     problems: Callable[[Any], Iterator[str]] = lambda config: iter(())
-    """(the whole configuration) -> what cannot be: each names its keys, what was found and what to do."""
+    """(the whole configuration) -> texts of errors: about keys that the extension reads and others declare. Each names
+    its keys, what was found and what to do."""
 
 
 @functools.cache

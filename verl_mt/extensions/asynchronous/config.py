@@ -21,7 +21,7 @@ def _problems(config: Config) -> Iterator[str]:
         why = "turns of two steps would wait for each other (mode=async does not)"
         yield from conflicts(given, "actor_rollout_ref.rollout.mode=sync", why)
     if trainer.debug_mode != "save":
-        yield from conflicts(given, f"trainer.debug_mode={trainer.debug_mode}", "it only samples, or only trains")
+        yield from conflicts(given, f"trainer.debug_mode={trainer.debug_mode}", "it does only one of both")
     if config.algorithm.filter_groups.enable:
         why = "it samples the prompts that a step still needs"
         yield from conflicts(more, "algorithm.filter_groups.enable=True", why)

@@ -23,8 +23,8 @@ starts with `defaults: [ppo_trainer, _self_]` (`--config-path FOLDER --config-na
 (`verl_mt.config.compose.compose([...])`). `--cfg job` prints the resulting configuration. A key that does not exist is
 refused, with all other mistakes of the command in one error.
 
-*Only if* says when a key has an effect. Set elsewhere, it is refused when a run starts, unless you set the condition's
-switch to off as well (`use_kl_loss=False kl_loss_type=k1`). With custom code instead of a named choice
+*Only if* says when a key has an effect. If you set it and the condition does not hold, a run refuses to start, unless
+you set the condition's switch as well (`use_kl_loss=False kl_loss_type=k1`). With custom code instead of a named choice
 (`rollout.name=my.py:Engine`), it has an effect too.
 
 *Default* is the schema's; *tiny* is what `config/task/tiny.yaml`, the task that runs without arguments, sets instead.

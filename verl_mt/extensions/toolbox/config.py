@@ -24,10 +24,11 @@ def _problems(config: Config) -> Iterator[str]:
         "interaction_config_file": rollout.interaction_config_file,
         "tool_kwargs.tools_config_file": rollout.tool_kwargs.tools_config_file,
         "multi_turn.enable": "False" if rollout.multi_turn.enable is False else None,
-        "mode": "sync" if rollout.mode == "sync" else None,
     }
-    why = "an agent brings its own tools, takes several turns and asks when it likes"
+    why = "an agent brings its own tools, and decides what comes next"
     yield from conflicts({f"{_ROLLOUT}.{name}": value for name, value in given.items()}, agent, why)
+    if rollout.mode == "sync":
+        yield f"{agent} with {_ROLLOUT}.mode=sync: agents ask when they like; use mode=async"
     try:
         switches = read_rollout_correction(config.algorithm.rollout_correction).switches
     except ConfigError:  # found by the mapping's own check
