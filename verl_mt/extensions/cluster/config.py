@@ -13,7 +13,9 @@ from verl_mt.config.schema import Config, TrainerConfig, explicit_keys, value_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
 _STARTED_HERE = OTHER_ENGINE & Condition(
-    (f"{ROLLOUT}.servers",), lambda of: not of(f"{ROLLOUT}.servers"), lambda: f"no {ROLLOUT}.servers are set"
+    (f"{ROLLOUT}.servers",),
+    lambda of: not of(f"{ROLLOUT}.servers"),
+    lambda: f"no {ROLLOUT}.servers are set (you start those with options of their own)",
 )
 
 
