@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import compose, config_of_command
 from verl_mt.config.normalize import normalize_overrides, split_argv
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.errors import ConfigError, UnknownKeyError
+from verl_mt.extensions.compat.aliases.families import families
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.checks import check
 from verl_mt.config.compose import compose, config_of_command
 from verl_mt.config.normalize import split_argv
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import families
 
 ROWS = families()["ms-swift"].rows
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_ms_swift.md"

@@ -11,17 +11,16 @@ from omegaconf import OmegaConf
 
 from verl_mt.config.compose import compose, to_config
 from verl_mt.config.normalize import (
-    aliases,
     literal,
     normalize_items,
     normalize_overrides,
     normalize_tree,
     raise_problems,
     split_argv,
-    suggest_key,
 )
 from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
+from verl_mt.extensions.compat.aliases.families import aliases
 
 pytestmark = pytest.mark.slow  # many configurations
 
@@ -122,7 +121,8 @@ def test_wrong_values_alone_are_a_config_error():
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
-    assert suggest_key(wrong) == f"; did you mean {right}?"
+    (problem,) = normalize_items([(wrong, 1)], "test").problems
+    assert problem.text == f"{wrong} (test): unknown key; did you mean {right}?" and problem.unknown_key
 
 
 @given(st.sampled_from(sorted(leaves())), st.data())

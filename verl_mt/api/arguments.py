@@ -18,14 +18,13 @@ from typing import Any
 
 import pyarrow
 
-from verl_mt.config.alias_tables import aliases
 from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.normalize import Item, as_overrides
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
-from verl_mt.plugins import OBJECT
+from verl_mt.plugins import OBJECT, optional_function
 from verl_mt.rewards.contract import RESERVED_PARTS
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import FunctionTool, function_tool
@@ -201,7 +200,8 @@ def full_key(name: str, *, critic: bool = False) -> str:
     if found:
         shorter = ", ".join(_python_name(key, dotted) for key in found)
         raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {shorter}")
-    if "." in dotted or dotted in aliases():
+    is_alias = optional_function("is_alias")
+    if "." in dotted or (is_alias and is_alias(dotted)):
         return dotted  # another library's name of one of our keys, or none at all: the composition says which
     ends = {key.rpartition(".")[2]: key for key in leaves()}
     close = [ends[match] for match in difflib.get_close_matches(dotted, ends, n=3, cutoff=0.6)]

@@ -27,7 +27,6 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.extended import keys_of_packages
@@ -58,7 +57,7 @@ from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
 from verl_mt.extension_points import find as find_entry_point
-from verl_mt.plugins import extension_function, import_plugins
+from verl_mt.plugins import extension_function, import_plugins, optional_function
 
 __all__ = [
     "compose", "config_from_mapping", "config_of_command", "config_to_yaml", "hydra_main", "register", "to_config",
@@ -338,7 +337,7 @@ class Plan:
     def failure(self, error: Exception) -> str:
         """What Hydra could not compose."""
         missing, file = getattr(error, "missing_cfg_file", None) or "", self.base / f"{self.name}.yaml"
-        if (found := why_missing(missing)) is not None:
+        if found := _why_missing(missing):
             return f"{file} starts from {found[0]}'s {missing}: {found[1]}"
         if options := getattr(error, "options", None):
             on_command_line = missing.rpartition("/")[0] in map(group_of, self.lines)
@@ -434,10 +433,16 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        found = why_missing(name)
+        found = _why_missing(name)
         hint = f". {found[1]}" if found else ""
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
+
+
+def _why_missing(file: str) -> tuple[str, str] | None:
+    """(library, reason) where a configuration file is another library's and not offered."""
+    why_missing = optional_function("why_missing")
+    return why_missing and why_missing(file)
 
 
 def _folder(path: str | Path, flag: str) -> Path:

@@ -24,13 +24,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.groups import GROUPS, group_of, parsed, with_places
-from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, on_purpose, raise_problems
+from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir, group_folders
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import optional_function
 from verl_mt.reading import parse_yaml
 
 BASE = "base_config"
@@ -166,7 +166,7 @@ class VerlMTConfigSource(FileConfigSource):
             composition.notes += outcome.notes
             is_primary = config_path.removesuffix(".yaml") == composition.primary
             if is_primary and file.parent != config_dir().resolve():
-                composition.explicit |= on_purpose(outcome)
+                composition.explicit |= outcome.explicit
             if is_primary:
                 _complete_primary(special, composition)
             if entries := special.get("defaults"):
@@ -180,8 +180,8 @@ class VerlMTConfigSource(FileConfigSource):
     def _hydra_block(self, block: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
         """Hydra's own keys. Names in the files of its search path are normalised too."""
         if "searchpath" in block:
-            shipped = tuple(family.config_folder for family in families().values() if family.config_folder)
-            left_out = [entry for entry in block["searchpath"] or [] if str(entry).rstrip("/").endswith(shipped)]
+            is_shipped = optional_function("is_shipped")
+            left_out = [entry for entry in block["searchpath"] or [] if is_shipped and is_shipped(str(entry))]
             outcome.notes += [
                 f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
                 for entry in left_out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.normalize import split_argv
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch, by_flag, override, parses, replace
 from verl_mt.plugins import suggest
 

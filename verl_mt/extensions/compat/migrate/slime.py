@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import split_argv
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch, by_flag, override, parses
 from verl_mt.extensions.compat.migrate.shell_values import without_variables
 from verl_mt.extensions.compat.migrate.slime_layout import settle_layout
