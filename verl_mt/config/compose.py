@@ -36,27 +36,24 @@ from verl_mt.config.hydra_source import (
     Composition,
     composing,
     has_packages,
-    own_search_path,
     register,
-    searched_folders,
     stored_schema,
+    with_search_path,
 )  # fmt: skip
 from verl_mt.config.normalize import (
     COMMAND_LINE,
-    Item,
+    Outcome,
     Problem,
     Sweep,
     normalize_overrides,
     normalize_tree,
     raise_problems,
-    split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, correction_of, leaves, set_explicit, value_of, whole_keys
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.extension_points import find as find_entry_point
 from verl_mt.plugins import extension_function, import_plugins, optional_function
 
 __all__ = [
@@ -222,8 +219,9 @@ def hydra_main(
         command = Command(sys.argv[1:] if argv is None else argv, config_name, _module_of(task))
         if command.shown():
             return
-        if command.flags.multirun or find_entry_point("verl_mt.functions", "under_hydra"):
-            extension_function("under_hydra")(command, task)
+        run = (extension_function if command.flags.multirun else optional_function)("under_hydra")
+        if run:
+            run(command, task)
         else:
             task(composed(command.plan()))
     except VerlMTError as error:
@@ -264,10 +262,10 @@ class Command:
     def __init__(
         self, argv: Sequence[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
     ) -> None:
-        words, self.overrides = split_argv(argv)
         self.module = module
         self.parser = command_parser(module, usage)
-        self.flags = parse_flags(self.parser, words)
+        self.flags = parse_flags(self.parser, argv)
+        self.overrides: list[str] = self.flags.overrides
         folder, more = self.flags.config_path, self.flags.config_dir
         self.file = self.flags.config_name or config_name
         self.folder = _folder(folder, "--config-path") if folder else None
@@ -310,11 +308,8 @@ class Plan:
     lines: list[str]
     """Overrides in our names."""
     composition: Composition
-    items: list[Item] = field(default_factory=list)
+    given: Outcome = field(default_factory=Outcome)
     """What the overrides set."""
-    notes: list[str] = field(default_factory=list)
-    swept: list[str] = field(default_factory=list)
-    """Keys with several values."""
     of_file: list[str] = field(default_factory=list)
     """The overrides that stand for a file with packages."""
     choices_of_file: list[str] = field(default_factory=list)
@@ -353,28 +348,23 @@ def _plan(
     extra: tuple[Path, ...],
     sweep: Sweep | None = None,
 ) -> Plan:
-    own_file = config_name is not None and _locate(config_name, folder, extra)
-    overrides = [own_search_path(word) for word in overrides]
-    base, name = own_file or _locate(TINY, folder, extra)
-    places = (base, *extra, *searched_folders(overrides, base / f"{name}.yaml"))
-    choices = in_place([word for word in overrides if is_choice(word, places)])
-    lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)], sweep)
-    notes = list(outcome.notes)
-    if config_name is None:
-        own = {item.key for item in outcome.items}.union(outcome.swept)
-        general = {"data.train_files", "actor_rollout_ref.model.path"} <= own
-        if general:
-            base, name = _locate(GENERAL, folder, extra)
-            notes.append(
-                "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
-            )
-    composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
-    if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
+    base, name = _locate(config_name or TINY, folder, extra)
+    overrides, searched = with_search_path(overrides, base / f"{name}.yaml")
+    chosen = [word for word in overrides if is_choice(word, (base, *extra, *searched))]
+    lines, given = normalize_overrides([word for word in overrides if word not in chosen], sweep)
+    choices, notes = in_place(chosen), list(given.notes)
+    own = {item.key for item in given.items}.union(given.swept)
+    if config_name is None and {"data.train_files", "actor_rollout_ref.model.path"} <= own:
+        base, name = _locate(GENERAL, folder, extra)
+        notes.append("own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)")
+    composition = Composition(name, extra, list(given.problems), notes)
+    with_packages = config_name and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices))
+    if with_packages and base != shipped_config_dir():
         of_file = extension_function("file_with_packages")(base, name, choices, composition)
-        composition.primary, base, name = GENERAL, shipped_config_dir(), GENERAL
-        return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, choices)
+        composition.primary = GENERAL
+        return Plan(shipped_config_dir(), GENERAL, of_file + lines, composition, given, of_file, choices)
     composition.choices = choices
-    return Plan(base, name, [*choices, *lines], composition, outcome.items, notes, outcome.swept)
+    return Plan(base, name, [*choices, *lines], composition, given)
 
 
 def composed(plan: Plan) -> Config:
@@ -393,7 +383,7 @@ def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
         run_dir: `hydra.run.dir` where it is set: the run directory.
     """
     key = "trainer.default_local_dir"
-    explicit = {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit))
+    explicit = {item.key for item in plan.given.items}.union(_explicit_in_file(plan.composition.explicit))
     if run_dir is not None:
         own = OmegaConf.select(tree, key)
         if key in explicit and own is not None and to_absolute_path(own) != run_dir:
@@ -402,7 +392,7 @@ def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
         OmegaConf.update(tree, key, run_dir, force_add=True)
         explicit.add(key)
     raise_problems(plan.composition.problems)
-    _say_once(plan.notes + plan.composition.notes)
+    _say_once(plan.composition.notes)
     return _checked(tree, explicit)
 
 

@@ -8,7 +8,6 @@ entry points `verl_mt.functions`). A command in our own names loads none of it.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import json
@@ -17,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -134,33 +132,6 @@ def unknown_key(key: str, value: Any, where: str, others: Iterable[str] = ()) ->
     else:
         text = f"{key} ({where}): unknown key{suggest_key(key, others)}"
     return Problem(text, unknown_key=True)
-
-
-@functools.cache
-def _hydra_flags() -> dict[str, argparse.Action]:
-    """Flag of Hydra's command line -> what its parser does with it."""
-    return {name: action for action in get_args_parser()._actions for name in action.option_strings}
-
-
-def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(Hydra's flags with their values, overrides), each in their order; flags of other libraries are overrides."""
-    words, known = list(argv), _hydra_flags()
-    unknown = any(word.startswith("--") and word.partition("=")[0] not in known for word in words)
-    if unknown and (translate := optional_function("translate_flags")):
-        words = translate(words)
-    flags: list[str] = []
-    overrides: list[str] = []
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-"):
-            overrides.append(word)
-            continue
-        flags.append(word)
-        action = known.get(word)
-        stores = isinstance(action, argparse._StoreAction) and words  # --info may have a value, or none
-        if stores and action and (action.nargs is None or words[0] in (action.choices or ())):
-            flags.append(words.pop(0))
-    return flags, overrides
 
 
 def normalize_overrides(overrides: Sequence[str], sweep: Sweep | None = None) -> tuple[list[str], Outcome]:
@@ -350,26 +321,18 @@ def _refuse_form(override: Override, text: str, sweep: Sweep | None) -> Problem 
 
 def literal(value: Any) -> str:
     """A value in Hydra's override grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple):
         return "[" + ",".join(literal(v) for v in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{_literal_key(k)}:{literal(v)}" for k, v in value.items()) + "}"
-    if "'" not in str(value) and not str(value).endswith("\\"):
-        return f"'{value}'"
-    # Within quotes a backslash means itself, except in a run before a quote: there each one is doubled.
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', str(value))
-    return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def _literal_key(key: Any) -> str:
     text = str(key)
-    return text if text.replace("_", "").replace("-", "").replace("/", "").replace(".", "").isalnum() else literal(text)
+    return text if re.fullmatch(r"[\w/.-]+", text) else literal(text)
 
 
 def short(value: Any) -> str:

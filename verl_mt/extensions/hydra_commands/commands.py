@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from verl_mt.config.compose import Command
-from verl_mt.config.hydra_source import read_yaml
+from verl_mt.config.hydra_source import hydra_keys_in
 from verl_mt.config.schema import Config
 from verl_mt.extensions.hydra_commands import under_hydra
 
@@ -32,7 +32,4 @@ def _mode(command: Command) -> str | None:
     if words:
         return words[-1].partition("=")[2]
     base, name = command.located()
-    file = base / f"{name}.yaml"
-    content = read_yaml(file) if command.file and file.is_file() else None
-    block = content.get("hydra") if isinstance(content, dict) else None
-    return block.get("mode") if isinstance(block, dict) else None
+    return hydra_keys_in(base / f"{name}.yaml").get("mode") if command.file else None

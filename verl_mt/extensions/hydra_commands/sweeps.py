@@ -137,8 +137,8 @@ def job_dir(overrides: str) -> str:
 
 def _check(plan: Plan) -> None:
     """Adds what is wrong with keys of several overrides to the plan's problems."""
-    problems, own = plan.composition.problems, {item.key for item in plan.items}
-    for key in sorted({key for key in plan.swept if plan.swept.count(key) > 1 or key in own}):
+    problems, own = plan.composition.problems, {item.key for item in plan.given.items}
+    for key in sorted({key for key in plan.given.swept if plan.given.swept.count(key) > 1 or key in own}):
         problems.append(Problem(f"{key} ({COMMAND_LINE}) is swept and set again: set it once"))
     if places := sorted(_PLACES & {_key(word) for word in plan.lines}):
         text = f"{', '.join(places)} ({COMMAND_LINE}): each job has its own folder. Set hydra.sweep.dir instead"
