@@ -112,7 +112,7 @@ def test_a_name_of_ours_stays_ours():
         assert row.name == row.to or row.name not in leaves(), row.name
         assert row.name != row.to or row.convert or row.name == "external_plugins", row.name
     ours = {key.partition(".")[0] for key in leaves()} - {"external_plugins"}
-    flags = {*families()["slime"].rows, *families()["ms-swift"].rows}
+    flags = {name for family in ("slime", "ms-swift", "trl") for name in families()[family].rows}
     assert not ours & flags
 
 
@@ -153,7 +153,7 @@ def test_the_tables_are_packed_with_the_code():
     assert FOLDER.relative_to(root).parts[0] in build["packages"]
     ignored = (root / ".gitignore").read_text().split()
     tables = {file.name for file in FOLDER.glob("*.txt")}
-    assert tables == {"verl.txt", "verl_defaults.txt", "slime.txt", "ms_swift.txt"}
+    assert tables == {"verl.txt", "verl_defaults.txt", "slime.txt", "ms_swift.txt", "trl.txt"}
     assert not [(name, pattern) for name in tables for pattern in ignored if fnmatch(name, pattern)]
 
 

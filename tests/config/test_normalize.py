@@ -116,23 +116,6 @@ def test_wrong_values_alone_are_a_config_error():
     assert not isinstance(caught.value, UnknownKeyError)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("trainer.totl_training_steps", "trainer.total_training_steps"),
-        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
-        ("rollout.n", "actor_rollout_ref.rollout.n"),
-        ("actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("critic.lr", "critic.optim.lr"),
-        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
-    (problem,) = normalize_items([(wrong, 1)], "test").problems
-    assert problem.text == f"{wrong} (test): unknown key; did you mean {right}?" and problem.unknown_key
-
-
 @given(st.sampled_from(sorted(leaves())), st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_typing_error_in_any_key_never_passes(key, data):

@@ -8,7 +8,6 @@ entry points `verl_mt.functions`). A command in our own names loads none of it.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.declare import check_option
 from verl_mt.config.schema import leaves, open_parent, schema, sections
+from verl_mt.config.short_names import suggest_key
 from verl_mt.errors import ConfigError, UnknownKeyError
 from verl_mt.plugins import optional_function
 
@@ -121,16 +121,12 @@ def _is_plain(key: str, value: Any) -> bool:
     return key not in leaves() or takes(key, value)
 
 
-def unknown_key(key: str, value: Any, where: str, others: Iterable[str] = ()) -> Problem:
-    """What to say of a key that takes no value here.
-
-    Args:
-        others: further names to suggest.
-    """
+def unknown_key(key: str, value: Any, where: str) -> Problem:
+    """What to say of a key that takes no value here."""
     if key in sections():
         text = f"{key}={short(value)} ({where}): a section, not a value; set a key below it"
     else:
-        text = f"{key} ({where}): unknown key{suggest_key(key, others)}"
+        text = f"{key} ({where}): unknown key{suggest_key(key)}"
     return Problem(text, unknown_key=True)
 
 
@@ -205,26 +201,6 @@ def normalize_tree(content: dict[str, Any], where: str, package: str = "") -> tu
         old = node.get(last)
         node[last] = {**old, **item.value} if isinstance(old, dict) and isinstance(item.value, dict) else item.value
     return nested, outcome
-
-
-def suggest_key(key: str, others: Iterable[str] = ()) -> str:
-    """`"; did you mean x?"`: a neighbour, else the same name elsewhere, else the closest name of all.
-
-    Args:
-        others: names besides our keys.
-    """
-    parent, _, last = key.rpartition(".")
-    names = [*leaves(), *others]
-    neighbours = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
-    same_name = [n for n in leaves() if n.rpartition(".")[2] == last]
-    by_name = {n.rpartition(".")[2]: n for n in leaves()}
-    close = [neighbours[m] for m in difflib.get_close_matches(last, neighbours, n=1, cutoff=0.7)]
-    # `actor.lr` leaves out parts of `actor_rollout_ref.actor.optim.lr`, and is nearer to `critic.optim.lr` in letters.
-    close = close or [n for n in same_name if all(part in n.split(".") for part in key.split("."))]
-    close = close or difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
-    close = close or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
-    close = close or [by_name[m] for m in difflib.get_close_matches(last, by_name, n=1, cutoff=0.75)]
-    return f"; did you mean {close[0]}?" if close else "; python -m verl_mt.config.write_reference lists all keys"
 
 
 def _flatten(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

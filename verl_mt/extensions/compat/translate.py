@@ -154,8 +154,7 @@ def _translate_one(key: str, value: Any, where: str, outcome: Translation) -> No
     elif at_default(key, given):
         outcome.unset.append(key)
     else:
-        names = (name for name, row in aliases().items() if row.meaning == "renamed")
-        outcome.problems.append(unknown_key(key, value, where, names))
+        outcome.problems.append(unknown_key(key, value, where))
 
 
 def _class_of_ones_own(key: str, value: Any, where: str) -> str:

@@ -508,3 +508,4 @@ VERL = Family(
 )
 SLIME = Family(_rows("slime.txt"), settle_slime, slime_flags)
 MS_SWIFT = Family(_rows("ms_swift.txt"), settle_swift, swift_flags)
+TRL = Family(_rows("trl.txt"))

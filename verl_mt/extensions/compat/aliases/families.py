@@ -43,7 +43,7 @@ class Family:
     """What is known of another library: the rows of its table, and the code that a table cannot say."""
 
     rows: Mapping[str, Alias]
-    settle: Callable[[Any, str], None]
+    settle: Callable[[Any, str], None] = lambda outcome, where: None
     """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
     as_overrides: Callable[[Sequence[str], Mapping[str, Alias]], list[str]] | None = None
     """Its flags on a command line as `key=value`; all other words stay."""
@@ -62,9 +62,9 @@ class Family:
 @functools.cache
 def families() -> dict[str, Family]:
     """Name of a library -> what is known of it."""
-    from verl_mt.extensions.compat.aliases.converters import MS_SWIFT, SLIME, VERL  # it makes its rows from here
+    from verl_mt.extensions.compat.aliases.converters import MS_SWIFT, SLIME, TRL, VERL  # it makes its rows from here
 
-    return {"verl": VERL, "slime": SLIME, "ms-swift": MS_SWIFT}
+    return {"verl": VERL, "slime": SLIME, "ms-swift": MS_SWIFT, "trl": TRL}
 
 
 @functools.cache
@@ -73,9 +73,10 @@ def aliases() -> dict[str, Alias]:
     return {name: row for family in families().values() for name, row in family.rows.items()}
 
 
-def is_alias(name: str) -> bool:
-    """Whether it is another library's name of something."""
-    return name in aliases()
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Name -> the key of ours that it sets; empty where there is none."""
+    return {name: row.to for name, row in aliases().items()}
 
 
 @functools.cache

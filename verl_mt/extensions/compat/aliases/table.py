@@ -1,4 +1,4 @@
-"""Read a table of names: `verl.txt`, `slime.txt`, `ms_swift.txt`."""
+"""Read a table of names: `verl.txt`, `slime.txt`, `ms_swift.txt`, `trl.txt`."""
 
 from __future__ import annotations
 
