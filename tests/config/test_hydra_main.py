@@ -19,8 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from verl_mt.config.compose import Command, compose, hydra_main
 from verl_mt.config.schema import Config
 from verl_mt.extensions.hydra_commands.jobs import JobFailedError, ended, last_value, table
-from verl_mt.extensions.hydra_commands.redacted import with_hidden
 from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.hydra_commands.under_hydra import with_hidden
 from verl_mt.extensions.inspection.report.sweep import SweepCollector
 from verl_mt.extensions.supervised.sft import config_of
 

@@ -81,17 +81,16 @@ def compose(
     return composed(_plan(overrides, config_name, config_dir, ()))
 
 
-def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+def to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None = None) -> Config:
     """Any mapping of keys -> a checked `Config`: what it leaves out has the schema's default.
+
+    Args:
+        tree: the mapping.
+        given: the keys that somebody has set; None = all of the mapping's.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    return _to_config(tree, None)
-
-
-def _to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None) -> Config:
-    """`given`: the keys that somebody has set; None = all of the mapping's."""
     content = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else dict(tree)
     assert isinstance(content, dict)
     content.pop("hydra", None)
@@ -113,7 +112,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     for item in outcome.items:
         OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
     assert isinstance(content, DictConfig)
-    return _to_config(content, {item.key for item in outcome.items})
+    return to_config(content, {item.key for item in outcome.items})
 
 
 def _explicit_in_file(keys: Collection[str]) -> Collection[str]:

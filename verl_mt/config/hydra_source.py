@@ -63,7 +63,7 @@ class Composition:
     hydra: dict[str, Any] = field(default_factory=dict)
     """Hydra's keys, where the primary file does not set them."""
     output_subdir: str | None = ".hydra"
-    """Folder of Hydra's files in the run directory; the run writes them, redacted (`record_output`)."""
+    """Folder of Hydra's files in the run directory; the run writes them, redacted (`HydraOutput`)."""
     redacted: bool = False
     """Secrets of the files are replaced: Hydra prints or saves what it composes."""
 

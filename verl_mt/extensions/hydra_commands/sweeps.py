@@ -25,8 +25,7 @@ from verl_mt.config.compose import Command, Plan
 from verl_mt.config.normalize import COMMAND_LINE, Outcome, Problem, literal, normalize_overrides, raise_problems
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.hydra_commands.jobs import OBJECTIVE, SECRETS, Job, JobFailedError, ended, table
-from verl_mt.extensions.hydra_commands.redacted import hidden_words
-from verl_mt.extensions.hydra_commands.under_hydra import under_hydra
+from verl_mt.extensions.hydra_commands.under_hydra import hidden_words, under_hydra
 
 _PLACES = {"trainer.default_local_dir", "hydra.run.dir"}
 _OF_JOBS = ("hydra.searchpath=", "hydra.verbose=", "hydra.job.name=", "hydra/job_logging=", "hydra.job_logging.")
