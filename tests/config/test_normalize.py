@@ -52,6 +52,7 @@ def test_flags_may_stand_between_overrides():
     command = Command(["data.seed=3", "--config-name", "tiny", "++reward.kwargs.a=1", "-c=job", "~x"], None, "test")
     assert (command.flags.cfg, command.file) == ("job", "tiny")
     assert command.overrides == ["data.seed=3", "++reward.kwargs.a=1", "~x"]
+    assert Command(["--info", "data.seed=3"], None, "test").flags.info == "all"
     with pytest.raises(ConfigError, match=r"unknown flag --cnfg --colour=red; --help lists the flags"):
         Command(["data.seed=3", "--cnfg", "job", "--colour=red"], None, "test")
 

@@ -55,6 +55,9 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
     if any(word.startswith("--") and word.partition("=")[0] not in known for word in argv):
         translate = optional_function("translate_flags")
         argv = translate(argv) if translate else argv
+    # Of `--info key=value` the parser would take the override for what to print.
+    pairs = zip(argv, [*argv[1:], ""])
+    argv = ["--info=all" if word in ("--info", "-i") and "=" in after else word for word, after in pairs]
     try:
         flags, more = parser.parse_known_intermixed_args(argv)
     except argparse.ArgumentError as error:
