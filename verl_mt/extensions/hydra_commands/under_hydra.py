@@ -25,6 +25,7 @@ from verl_mt.config.hydra_source import RUN_DIR, composing, hydra_keys_in
 from verl_mt.config.normalize import Problem, literal, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import Config
+from verl_mt.plugins import extension_function
 
 OUTPUT_SUBDIR: ContextVar[str | None] = ContextVar("verl_mt_output_subdir", default=None)
 """Of a job of ours: the folder of Hydra's files, empty = they are not written. None outside of one, also in a program
@@ -39,10 +40,9 @@ def run(command: Command, task: Callable[[Config], None]) -> None:
         SystemExit: 1, a job of the sweep failed.
     """
     if command.flags.multirun or _mode(command) == "MULTIRUN":
-        from verl_mt.extensions.hydra_commands import sweeps  # no run needs it
-
         command.flags.multirun = True
-        return sweeps.run(command)
+        extension_function("sweep")(command)
+        return
     plan = command.plan()
     if plan.composition.problems:
         composed(plan)  # raises them with those of the files

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl_mt.plugins import Registry, load_object
+
+FAMILIES: Registry[str] = Registry("library whose names are understood", group="verl_mt.aliases")
+"""Name -> dotted path of its `Family`."""
 DROP = object()
 """A converter returns it where the value adds nothing."""
 
@@ -62,9 +66,7 @@ class Family:
 @functools.cache
 def families() -> dict[str, Family]:
     """Name of a library -> what is known of it."""
-    from verl_mt.extensions.compat.aliases.converters import MS_SWIFT, SLIME, TRL, VERL  # it makes its rows from here
-
-    return {"verl": VERL, "slime": SLIME, "ms-swift": MS_SWIFT, "trl": TRL}
+    return {name: load_object(path, what=f"names of {name}") for name, path in FAMILIES.items()}
 
 
 @functools.cache
