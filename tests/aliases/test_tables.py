@@ -137,7 +137,9 @@ def test_every_converter_is_named_by_a_row():
 
 @pytest.mark.slow
 def test_a_command_in_our_own_names_reads_no_table():
-    text = "import sys; from verl_mt.config.compose import compose; compose(['data.seed=1', 'trainer.logger=[file]'])"
+    text = "import sys; from verl_mt.config.compose import compose, to_config; "
+    text += "compose(['data.seed=1', 'trainer.logger=[file]']); "
+    text += "to_config({'trainer': {'seed': '3'}, 'reward.path': 'exact_match', 'reward': {'kwargs': {'lr': 1}}})"
     done = subprocess.run(
         [sys.executable, "-c", text + "; print([m for m in sys.modules if 'extensions' in m])"],
         capture_output=True, text=True, check=True,

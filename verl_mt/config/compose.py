@@ -309,10 +309,8 @@ class Plan:
     composition: Composition
     given: Outcome = field(default_factory=Outcome)
     """What the overrides set."""
-    of_file: list[str] = field(default_factory=list)
-    """The overrides that stand for a file with packages."""
-    choices_of_file: list[str] = field(default_factory=list)
-    """Choices of its groups, which they stand for too."""
+    of_command: list[str] = field(default_factory=list)
+    """The same without those that stand for a file with packages: another process reads the file itself."""
 
     def tree(self) -> tuple[DictConfig, str | None]:
         """What Hydra composes, or why it cannot."""
@@ -361,9 +359,9 @@ def _plan(
     if with_packages and base != shipped_config_dir():
         of_file = extension_function("file_with_packages")(base, name, choices, composition)
         composition.primary = GENERAL
-        return Plan(shipped_config_dir(), GENERAL, of_file + lines, composition, given, of_file, choices)
+        return Plan(shipped_config_dir(), GENERAL, of_file + lines, composition, given, [*choices, *lines])
     composition.choices = choices
-    return Plan(base, name, [*choices, *lines], composition, given)
+    return Plan(base, name, [*choices, *lines], composition, given, [*choices, *lines])
 
 
 def composed(plan: Plan) -> Config:

@@ -53,8 +53,9 @@ def run(command: Command) -> None:
     }
     folder = _prepare(plan)
     plan.lines.append(f"hydra.sweep.dir={literal(str(folder))}")
-    words = [word for word in shown if word not in plan.of_file and (not _is_hydra(word) or word.startswith(_OF_JOBS))]
-    job = Job(_start(command), [*plan.choices_of_file, *words], [_key(word) for word in fixed])
+    words = [hidden.get(word, word) for word in plan.of_command if not _is_sweep(word)]
+    words = [word for word in words if not _is_hydra(word) or word.startswith(_OF_JOBS)]
+    job = Job(_start(command), words, [_key(word) for word in fixed])
     os.environ[SECRETS] = json.dumps({after: before for before, after in hidden.items()})
     began = time.time()
     try:
