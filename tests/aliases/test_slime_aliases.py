@@ -106,9 +106,9 @@ def test_one_sample_per_prompt_is_refused_unless_a_function_makes_the_group():
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("interaction_config_file=x.yaml", "interaction_config_file does not go with"),
-        ("multi_turn.loss_scale=last_round", "multi_turn.loss_scale does not go with"),
-        ("multi_turn.train_prompt_assistants=True", "train_prompt_assistants does not go with"),
+        ("interaction_config_file=x.yaml", "interaction_config_file=x.yaml does not go with"),
+        ("multi_turn.loss_scale=last_round", "multi_turn.loss_scale=last_round does not go with"),
+        ("multi_turn.train_prompt_assistants=True", "train_prompt_assistants=True does not go with"),
         ("multi_turn.enable=False", "multi_turn.enable=False does not go with"),
     ],
 )
@@ -118,7 +118,7 @@ def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text
 
 
 def test_settings_of_a_function_that_is_not_named_are_refused():
-    with pytest.raises(ConfigError, match=r"custom_generate_kwargs is .* only with .*custom_generate_function_path"):
+    with pytest.raises(ConfigError, match=r"custom_generate_kwargs=.* unless .*custom_generate_function_path"):
         reject_unused_keys(compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"]))
 
 

@@ -104,7 +104,7 @@ MULTI_TURN = {
         "one turn: who gives an interaction is refused",
         talk("answers"),
         (NO_TOOLS, user("Patient")),
-        refused="switch multi-turn on",
+        refused="needs several turns",
     ),
     "max_assistant_turns": Effect("2", "turns", talk("calls always"), (f"{RO}.response_length=400",)),
     "max_user_turns": Effect("1", "turns of the user", talk("answers"), (user("Patient"),)),
