@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import operator
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -31,7 +32,7 @@ from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.extended import keys_of_packages
-from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file
+from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file, parsed
 from verl_mt.config.hydra_command import command_parser, hydra_of, parse_flags
 from verl_mt.config.hydra_source import (
     Composition,
@@ -51,6 +52,7 @@ from verl_mt.config.normalize import (
     normalize_tree,
     raise_problems,
     split_argv,
+    suggest_key,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, correction_of, leaves, set_explicit, value_of, whole_keys
@@ -133,7 +135,8 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
         given: the keys that somebody has set.
     """
     try:
-        merged = OmegaConf.merge(stored_schema(), canonical)
+        content = OmegaConf.to_container(canonical) if isinstance(canonical, DictConfig) else canonical
+        merged = OmegaConf.merge(stored_schema(), content)  # a class of a ConfigStore would bring further keys
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -358,6 +361,8 @@ def _plan(
     overrides = [own_search_path(word) for word in overrides]
     base, name = own_file or _locate(TINY, folder, extra)
     places = (base, *extra, *searched_folders(overrides, base / f"{name}.yaml"))
+    if any(word.startswith("+") or is_choice(word, places) for word in overrides):
+        import_plugins(_named_plugins(overrides))  # they may add files to groups, in Hydra's ConfigStore
     choices = in_place([word for word in overrides if is_choice(word, places)])
     lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)], sweep)
     notes = list(outcome.notes)
@@ -376,6 +381,14 @@ def _plan(
         return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, choices)
     composition.choices = choices
     return Plan(base, name, [*choices, *lines], composition, outcome.items, notes, outcome.swept)
+
+
+def _named_plugins(overrides: Sequence[str]) -> list[str]:
+    """What `external_plugins` of the command line names."""
+    words = [word for word in overrides if word.lstrip("+").startswith("external_plugins=")]
+    override = parsed(words[-1]) if words else None
+    value: Any = override.value() if override else None
+    return [str(name) for name in value] if isinstance(value, list) else []
 
 
 def composed(plan: Plan) -> Config:
@@ -474,7 +487,10 @@ def _value_problems(merged: Any) -> list[Problem]:
 
 
 def _with_hint(text: str) -> str:
-    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered."""
+    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered; a class of
+    Hydra's ConfigStore may have an unknown key."""
+    if unknown := re.search(r"Key '\w+' not in .* full_key: (\S+)", text):
+        return text + suggest_key(unknown[1])
     if ".custom_chat_template" not in text:
         resolver = "; register the resolver in a file that external_plugins names"
         return text + (resolver if "Unsupported interpolation type" in text else "")
