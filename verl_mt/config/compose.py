@@ -248,9 +248,7 @@ def config_of_command(
     command = Command(argv, config_name, module, usage)
     if command.shown():
         return None
-    if command.flags.multirun:
-        raise ConfigError(f"{module} looks at one configuration: leave --multirun out")
-    return composed(command.plan())
+    return composed(command.one_plan())
 
 
 def _module_of(task: Callable[[Config], None]) -> str:
@@ -288,6 +286,19 @@ class Command:
             sweep: normalises several values of a key; None = they are refused.
         """
         return _plan(self.overrides, self.file, self.folder, self.extra, sweep)
+
+    def one_plan(self) -> Plan:
+        """The plan of a command that cannot sweep.
+
+        Raises:
+            ConfigError: it is asked to.
+        """
+        if self.flags.multirun or any(word.lstrip("+") == "hydra.mode=MULTIRUN" for word in self.overrides):
+            raise ConfigError(
+                f"{self.module} takes one configuration. Remove --multirun or hydra.mode=MULTIRUN. To sweep, use "
+                "python -m verl_mt.trainer --multirun"
+            )
+        return self.plan()
 
     def shown(self) -> bool:
         """Whether something was to be printed, and is."""
@@ -489,7 +500,7 @@ def _value_problems(merged: Any) -> list[Problem]:
 def _with_hint(text: str) -> str:
     """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered; a class of
     Hydra's ConfigStore may have an unknown key."""
-    if unknown := re.search(r"Key '\w+' not in .* full_key: (\S+)", text):
+    if unknown := re.search(r"Key '\w+' not in .* full_key: (?!hydra)(\S+)", text):
         return text + suggest_key(unknown[1])
     if ".custom_chat_template" not in text:
         resolver = "; register the resolver in a file that external_plugins names"

@@ -95,7 +95,7 @@ const Sweep = (() => {
         el("ul", {}, own.map((job) => el("li", {}, `${job.name}: ${job.metrics.length ? `after step ${cost(job).steps}` : "before its first step"}`,
           job.error && el("div", {}, el("code", {}, job.error))))));
     };
-    return [box("failed", "bad", "failed"), box("not finished", "warn", "not finished: still running, waiting, or broken off")];
+    return [box("failed", "bad", "failed"), box("broken off", "warn", "broken off. The same command goes on with it"), box("running", "", "running")];
   }
 
   function render(node) {
