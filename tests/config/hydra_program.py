@@ -47,6 +47,9 @@ def record(content: dict[str, Any]) -> None:
 
 def ours(config: Config) -> None:
     record(dataclasses.asdict(config))
+    folder = Path(str(config.trainer.default_local_dir))
+    if folder.is_dir():  # of a job of a sweep
+        (folder / "FINISHED").touch()
 
 
 def bare(tree: DictConfig) -> None:

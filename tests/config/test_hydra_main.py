@@ -15,6 +15,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra_plugin_folder import environment
+from hydra_program import SEEN
 
 from verl_mt.config.compose import Command, compose, config_of_command, hydra_main
 from verl_mt.config.schema import Config
@@ -395,12 +396,21 @@ def test_a_sweep_of_estimators_and_seeds_that_is_killed_goes_on_and_leaves_no_se
 
 
 @pytest.mark.slow
-def test_jobs_of_joblib_are_processes_of_their_own(tmp_path):
-    words = command("-m", "trainer.seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    env = environment("hydra_joblib_launcher")
-    for result in ("2 finished, 0 skipped", "0 finished, 2 skipped"):
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("plugin", "words"),
+    [
+        ("hydra_joblib_launcher", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
+        ("hydra_submitit_launcher", ["hydra/launcher=submitit_local"]),
+    ],
+)
+def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, words):
+    env = environment(plugin)
+    env |= {"PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{Path(__file__).parent}", SEEN: str(tmp_path / "seen")}
+    program = [sys.executable, "-m", "hydra_program", "-cn", "mine", "-m", "trainer.seed=1,2", *words]
+    for result in ("2 finished, 0 skipped, 0 failed", "0 finished, 2 skipped, 0 failed"):
+        done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert result in done.stdout, done.stderr[-2000:]
+    assert sorted(json.loads(line)["trainer"]["seed"] for line in (tmp_path / "seen").read_text().splitlines()) == [1, 2]
 
 
 @pytest.mark.slow

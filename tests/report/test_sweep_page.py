@@ -293,9 +293,9 @@ class TestInBrowser:
             assert table(page, "Keys that differ") == [["algorithm.adv_estimator", "grpo", "rloo"]]
             jobs = table(page, "Jobs")
             assert jobs[0] == [
-                "algorithm=grpo/trainer.seed=1", "adv_estimator=grpo", "1", "finished", "8 of 8", "4.17 min", "16,000",
+                "algorithm=grpo/trainer.seed=1", "finished", "adv_estimator=grpo", "1", "8 of 8", "4.17 min", "16,000",
             ]  # fmt: skip
-            assert jobs[5][3:] == ["failed", "3 of 8", "90 s", "6,000"]
+            assert jobs[5][1:] == ["failed", "adv_estimator=rloo", "10", "3 of 8", "90 s", "6,000"]
             assert jobs[6] == ["all jobs", "", "", "", "43", "22.3 min", "86,000"]
             said = page.locator(".note.bad").inner_text()
             assert "1 job failed" in said and "trainer.seed=10: after step 3" in said and "MemoryError" in said
