@@ -410,7 +410,10 @@ def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, w
     for result in ("2 finished, 0 skipped, 0 failed", "0 finished, 2 skipped, 0 failed"):
         done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert result in done.stdout, done.stderr[-2000:]
-    assert sorted(json.loads(line)["trainer"]["seed"] for line in (tmp_path / "seen").read_text().splitlines()) == [1, 2]
+    assert sorted(json.loads(line)["trainer"]["seed"] for line in (tmp_path / "seen").read_text().splitlines()) == [
+        1,
+        2,
+    ]
 
 
 @pytest.mark.slow
