@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import operator
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -30,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.extended import keys_of_packages
-from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file
+from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file, parsed
 from verl_mt.config.hydra_command import command_parser, hydra_of, parse_flags
 from verl_mt.config.hydra_source import (
     Composition,
@@ -51,6 +52,7 @@ from verl_mt.config.normalize import (
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, correction_of, leaves, set_explicit, value_of, whole_keys
+from verl_mt.config.short_names import suggest_key
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
@@ -128,7 +130,8 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
         given: the keys that somebody has set.
     """
     try:
-        merged = OmegaConf.merge(stored_schema(), canonical)
+        content = OmegaConf.to_container(canonical) if isinstance(canonical, DictConfig) else canonical
+        merged = OmegaConf.merge(stored_schema(), content)  # a class of a ConfigStore would bring further keys
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -241,9 +244,7 @@ def config_of_command(
     command = Command(argv, config_name, module, usage)
     if command.shown():
         return None
-    if command.flags.multirun:
-        raise ConfigError(f"{module} looks at one configuration: leave --multirun out")
-    return composed(command.plan())
+    return composed(command.one_plan())
 
 
 def _module_of(task: Callable[[Config], None]) -> str:
@@ -281,6 +282,19 @@ class Command:
             sweep: normalises several values of a key; None = they are refused.
         """
         return _plan(self.overrides, self.file, self.folder, self.extra, sweep)
+
+    def one_plan(self) -> Plan:
+        """The plan of a command that cannot sweep.
+
+        Raises:
+            ConfigError: it is asked to.
+        """
+        if self.flags.multirun or any(word.lstrip("+") == "hydra.mode=MULTIRUN" for word in self.overrides):
+            raise ConfigError(
+                f"{self.module} takes one configuration. Remove --multirun or hydra.mode=MULTIRUN. To sweep, use "
+                "python -m verl_mt.trainer --multirun"
+            )
+        return self.plan()
 
     def shown(self) -> bool:
         """Whether something was to be printed, and is."""
@@ -347,7 +361,10 @@ def _plan(
 ) -> Plan:
     base, name = _locate(config_name or TINY, folder, extra)
     overrides, searched = with_search_path(overrides, base / f"{name}.yaml")
-    chosen = [word for word in overrides if is_choice(word, (base, *extra, *searched))]
+    folders = (base, *extra, *searched)
+    if any(word.startswith("+") or is_choice(word, folders) for word in overrides):
+        import_plugins(_named_plugins(overrides))  # they may add files to groups, in Hydra's ConfigStore
+    chosen = [word for word in overrides if is_choice(word, folders)]
     lines, given = normalize_overrides([word for word in overrides if word not in chosen], sweep)
     choices, notes = in_place(chosen), list(given.notes)
     own = {item.key for item in given.items}.union(given.swept)
@@ -362,6 +379,14 @@ def _plan(
         return Plan(shipped_config_dir(), GENERAL, of_file + lines, composition, given, [*choices, *lines])
     composition.choices = choices
     return Plan(base, name, [*choices, *lines], composition, given, [*choices, *lines])
+
+
+def _named_plugins(overrides: Sequence[str]) -> list[str]:
+    """What `external_plugins` of the command line names."""
+    words = [word for word in overrides if word.lstrip("+").startswith("external_plugins=")]
+    override = parsed(words[-1]) if words else None
+    value: Any = override.value() if override else None
+    return [str(name) for name in value] if isinstance(value, list) else []
 
 
 def composed(plan: Plan) -> Config:
@@ -466,7 +491,10 @@ def _value_problems(merged: Any) -> list[Problem]:
 
 
 def _with_hint(text: str) -> str:
-    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered."""
+    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered; a class of
+    Hydra's ConfigStore may have an unknown key."""
+    if unknown := re.search(r"Key '\w+' not in .* full_key: (?!hydra)(\S+)", text):
+        return text + suggest_key(unknown[1])
     if ".custom_chat_template" not in text:
         resolver = "; register the resolver in a file that external_plugins names"
         return text + (resolver if "Unsupported interpolation type" in text else "")

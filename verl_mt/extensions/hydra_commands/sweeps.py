@@ -30,6 +30,9 @@ from verl_mt.extensions.hydra_commands.under_hydra import hidden_words, under_hy
 _PLACES = {"trainer.default_local_dir", "hydra.run.dir"}
 _OF_JOBS = ("hydra.searchpath=", "hydra.verbose=", "hydra.job.name=", "hydra/job_logging=", "hydra.job_logging.")
 """Hydra's keys that a job's own process needs. What else they say, the launcher has done."""
+_PLUGINS = {f"launcher={name}" for name in ("joblib", "ray", "rq", "submitit")}
+_PLUGINS |= {f"sweeper={name}" for name in ("ax", "nevergrad", "optuna")}
+"""Hydra's own plug-ins, by the first word of what they are chosen by."""
 
 
 def run(command: Command) -> None:
@@ -183,8 +186,9 @@ def _first(plan: Plan, instead: Mapping[str, str] = {}) -> Plan:
 def _composed(one: Plan, plan: Plan) -> DictConfig:
     tree, failure = one.tree()
     if failure is not None:
-        missing = re.match(r"hydra/(launcher|sweeper)=([a-z0-9]+)", failure)
-        package = f". Install a plug-in of Hydra: pip install hydra-{missing[2]}-{missing[1]}" if missing else ""
+        missing = re.match(r"hydra/((launcher|sweeper)=([a-z0-9]+))", failure)
+        is_known = missing is not None and missing[1] in _PLUGINS
+        package = f". Install its package: pip install hydra-{missing[3]}-{missing[2]}" if missing and is_known else ""
         plan.composition.problems.append(Problem(failure + package))
     return tree
 

@@ -203,7 +203,7 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
         UnknownKeyError, ConfigError: everything that is wrong; also an override that means nothing here.
     """
     command = Command(words, "ppo_trainer", "verl_mt.sft")
-    plan = command.plan()
+    plan = command.one_plan()
     raise_problems(plan.composition.problems)
     keys = {item.key: item.alias for item in plan.given.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
