@@ -76,7 +76,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
         "data.train_batch_size=abc",
         "critic.megatron.seed=1",
         "algorithm.use_pf_ppo=True",
-        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.name=hf",
         "data.seed=1,2",
         "actor_rollout_ref.actor.ppo_epochs=0",
         "~trainer.seed",
@@ -87,7 +87,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
     text = str(caught.value)
     assert text.startswith("9 problems")
     for part in (
-        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "there is no Megatron", "resampled", "name=sglang",
+        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "there is no Megatron", "resampled", "use sglang or vllm",
         "--multirun", "at least 1", "cannot be deleted", "'nonsense'",
     ):  # fmt: skip
         assert part in text
@@ -101,11 +101,11 @@ def test_every_refusal_of_a_command_is_in_one_error():
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", ("FSDP2", "tensor_model_parallel_size")),
         ("actor_rollout_ref.ref.megatron.param_offload=True", ("FSDP2", "docs/scaling.md")),
         ("model_engine=megatron", ("FSDP2", "trainer.placement=ray")),
-        ("actor_rollout_ref.rollout.name=vllm", ("log-probs", "rollout.name=sglang", "local")),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", ("log-probs", "rollout.name=sglang")),
+        ("actor_rollout_ref.rollout.name=hf", ("use sglang or vllm", "local")),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", ("engine_kwargs.NAME", "docs/vllm.md")),
     ],
 )
-def test_megatron_and_vllm_are_refused_with_the_reason_and_what_to_use_instead(argument, parts):
+def test_what_is_not_offered_is_refused_with_the_reason_and_what_to_use_instead(argument, parts):
     with pytest.raises(UnknownKeyError) as caught:
         normalized([argument])
     assert all(part in str(caught.value) for part in parts)

@@ -218,10 +218,10 @@ def in_order(value: Any) -> Any:
 def engine(value: Any) -> Any:
     if value == "sglang_async":
         return "sglang"
-    if isinstance(value, str) and value.startswith("vllm"):
-        raise ValueError  # the row has the reason
+    if value == "vllm_async":
+        return "vllm"
     if value in ("hf", "trtllm"):
-        raise ValueError(f"{value} is not an engine of verl_mt; use sglang (real work) or local (this process)")
+        raise ValueError(f"{value} is not an engine of verl_mt; use sglang or vllm (real work) or local (this process)")
     return value
 
 

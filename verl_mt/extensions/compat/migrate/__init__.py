@@ -56,7 +56,7 @@ _OTHERS = {
 }
 _SAYS = {"echo", "printf", "set", "shift", "unset", "true", ":"}
 _ENV_DROPPED = {
-    "VLLM_": "vLLM is not an engine of verl_mt",
+    "VLLM_": "set it for the run itself, if it samples with vLLM (docs/vllm.md)",
     "CUDA_DEVICE_MAX_CONNECTIONS": "Megatron asks for it",
     "NVTE_": "Transformer Engine is not used",
     "MASTER_ADDR": "Ray finds its machines itself",
