@@ -90,7 +90,7 @@ def test_an_ambiguous_name_says_what_it_may_mean_and_what_to_write():
         UnknownKeyError, match=r"lr may mean .*actor\.optim\.lr or critic\.optim\.lr: write actor__optim__lr, critic__"
     ):
         full_key("lr", critic=True)
-    with pytest.raises(UnknownKeyError, match=r"path may mean actor_rollout_ref\.model\.path or reward\.path: write"):
+    with pytest.raises(UnknownKeyError, match=r"path may mean .*model\.path or .* or reward\.path: write"):
         full_key("path")
 
 

@@ -139,6 +139,7 @@ def _multi_turn(config: Config) -> Iterator[str]:
                 f"{_ROLLOUT}.{key} is {file!r} but {_ROLLOUT}.multi_turn.enable is False: "
                 "switch multi-turn on, or leave the file out (=null)"
             )
+    yield from _environment(config)
     yield from _scheduler(config)
     yield from _generate_function(config)
     data = config.data
@@ -154,6 +155,24 @@ def _multi_turn(config: Config) -> Iterator[str]:
             f"{_ROLLOUT}.multi_turn.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; "
             "set it to 2 or more, or to null"
         )
+
+
+def _environment(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.environment.is_configured:
+        return
+    others = {
+        "multi_turn.scheduler": rollout.multi_turn.scheduler,
+        "custom_generate_function_path": rollout.custom_generate_function_path,
+        "agent_function_path": rollout.agent_function_path,
+        "multi_turn.enable=False": None if rollout.multi_turn.enable is not False else False,
+    }
+    for name, value in others.items():
+        if value is not None:
+            yield (
+                f"{_ROLLOUT}.environment and {_ROLLOUT}.{name} ({value!r}) are set: an environment is played by the "
+                "tool loop. Remove one of them (=null)"
+            )
 
 
 def _generate_function(config: Config) -> Iterator[str]:

@@ -14,8 +14,14 @@ VALIDATES = is_set("data.val_files")
 GENERATES = is_set(f"{_ROLLOUT}.custom_generate_function_path")
 _HAS_INTERACTION = is_set(f"{_ROLLOUT}.interaction_config_file")
 _HAS_SCHEDULER = is_set(f"{_ROLLOUT}.multi_turn.scheduler")
+_DEFAULT_ENVIRONMENT = is_set(f"{_ROLLOUT}.environment.path")
+_HAS_ENVIRONMENT = any_of(_DEFAULT_ENVIRONMENT, is_set(f"{_ROLLOUT}.environment.named"))
 # verl's launch scripts say with `multi_turn.enable` alone whether its neighbours are to rest.
-_OF_TOOLS = (is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file", disabled_by=(f"{_TURNS}.enable",)), GENERATES)
+_OF_TOOLS = (
+    is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file", disabled_by=(f"{_TURNS}.enable",)),
+    GENERATES,
+    _HAS_ENVIRONMENT,
+)
 _HAS_TOOLS = any_of(*_OF_TOOLS)
 _HAS_AGENT = is_set(f"{_ROLLOUT}.agent_function_path")
 # An agent runs its calls itself, but they are read from the model's text here.
@@ -26,7 +32,7 @@ _SEVERAL_TURNS = any_of(
     _HAS_SCHEDULER,
     _HAS_AGENT,
     switched_on(f"{_TURNS}.enable"),
-    text="tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
+    text="tools, an environment, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
 )
 ENGINES: Registry[Any] = Registry(
     "inference engine",
@@ -85,9 +91,10 @@ class MultiTurnConfig(Section):
     )
     interaction_timeout_s: float = option(
         60.0,
-        "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.",
+        "Deadline in seconds of each call of the interaction, of each hook of the scheduler, and of each reset, reply, "
+        "score and close of an environment.",
         min=0.001,
-        when=any_of(_HAS_INTERACTION, _HAS_SCHEDULER),
+        when=any_of(_HAS_INTERACTION, _HAS_SCHEDULER, _HAS_ENVIRONMENT),
     )
     scheduler: str | None = option(
         None,
@@ -149,6 +156,27 @@ class ToolKwargs(Section):
     """`actor_rollout_ref.rollout.tool_kwargs`."""
 
     tools_config_file: str | None = option(None, "YAML file that declares the tools; null = no tools.")
+
+
+@dataclass
+class EnvironmentConfig(Section):
+    """`actor_rollout_ref.rollout.environment`: what the conversations are played in (docs/environments.md)."""
+
+    path: str | None = option(
+        None,
+        "Class of the environment: a registered name, dotted path or file.py:Name; null = none, or only those of "
+        "`named`.",
+    )
+    config: dict[str, Any] = option({}, "Arguments of its constructor.", when=_DEFAULT_ENVIRONMENT)
+    named: dict[str, Any] = option(
+        {},
+        "Further environments, name -> path, or name -> {path, config}. The column `environment` of a row picks one.",
+    )
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether conversations are played in environments."""
+        return bool(self.path or self.named)
 
 
 @dataclass
@@ -237,6 +265,7 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = option(ToolKwargs, "Where the tools are declared.")
+    environment: EnvironmentConfig = option(EnvironmentConfig, "What the conversations are played in.")
     agent_function_path: str | None = option(
         None,
         "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
