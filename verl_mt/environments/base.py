@@ -68,10 +68,11 @@ class Environment:
     done: bool = False
     """The episode is over. Set it, or make it a property. It is read after each call and each reply."""
 
-    def reset(self, **row: Any) -> str | list[Message] | None:
+    def reset(self, *args: Any, **row: Any) -> str | list[Message] | None:
         """Begin the episode. Called once.
 
         Args:
+            args: none. (Type checkers take a subclass with any parameters.)
             row: the columns of the data set's row; a copy. A `reset` without `**row` gets the columns that it names.
 
         Returns:
