@@ -163,7 +163,7 @@ def sent_by(pid: int) -> int:
 
 def four_against_one(trainer: Any, repetitions: int) -> float:
     """Seconds of an update of all replicas, over those of an update of the first alone, by the same ranks, in turns."""
-    from verl_mt.extensions.cluster.sglang.weight_sender import send_to_all
+    from verl_mt.extensions.cluster.replicas.weight_sender import send_to_all
     from verl_mt.workers.weight_sync import weight_update_for
 
     engine, seconds = trainer.engine, {1: [], 4: []}

@@ -80,7 +80,7 @@ CAPABILITIES: dict[str, tuple[str, str]] = {
     "C56": ("aborts", "rollout/runner.py"),
     "C57": ("one bad sample never kills a batch", "rollout/runner.py"),
     "C58": ("finish reason and status", "data/trajectory.py"),
-    "C59": ("ids and log-probs come from the engine's output", "extensions/cluster/sglang/turn.py"),
+    "C59": ("ids and log-probs come from the engine's output", "extensions/cluster/replicas/turn.py"),
     "C60": ("what the model wrote is never encoded again", "rollout/session.py"),
     "C61": ("requests carry ids", "rollout/session.py"),
     "C62": ("ids, mask and log-probs have one length", "data/ledger.py"),

@@ -42,7 +42,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     Ray clusters and SGLang engines start one after the other, so who asks for them gets one process: two at once would
     find each other, or no memory.
     """
-    if re.search(r"(?<!not )\b(ray|sglang)\b", config.option.markexpr):
+    if re.search(r"(?<!not )\b(ray|sglang|vllm)\b", config.option.markexpr):
         return 0
     whole = [Path(arg).resolve() for arg in config.args] in ([REPO], [REPO / "tests"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -55,13 +55,14 @@ _text = functools.cache(Path.read_text)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A limit ends what hangs and judges nobody's speed: machines that others use too are several times slower.
 
-    CI collects for Ray and for SGLang only files whose text has such a mark.
+    CI collects for Ray, SGLang and vLLM only files whose text has such a mark.
     """
+    servers = ("ray", "sglang", "vllm")
     for item in items:
-        for mark in ("ray", "sglang"):
+        for mark in servers:
             if item.get_closest_marker(mark) and not re.search(rf"mark\.{mark}\b", _text(item.path)):
                 raise pytest.UsageError(f"{item.nodeid} is marked {mark}, but its file does not say mark.{mark}")
-        if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "ray", "sglang"))):
+        if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", *servers))):
             item.add_marker(pytest.mark.timeout(HANG_S))
 
 

@@ -14,8 +14,8 @@ import pytest
 from _pytest.mark.expression import Expression
 
 REPO = Path(__file__).resolve().parents[1]
-SERVERS = ("slow", "ray", "sglang")
-MARKS = [set(chosen) for chosen in chain.from_iterable(combinations(SERVERS, n) for n in range(4))]
+SERVERS = ("slow", "ray", "sglang", "vllm")
+MARKS = [set(chosen) for chosen in chain.from_iterable(combinations(SERVERS, n) for n in range(5))]
 
 
 def stages() -> dict[str, Expression]:

@@ -173,9 +173,12 @@ def warm_engines() -> None:
 
 
 def _replace_starts_of_engines() -> None:
-    from verl_mt.extensions.cluster.sglang import processes
+    from verl_mt.extensions.cluster.replicas import processes
 
-    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
+    def start(words: Sequence[str], **more: Any) -> subprocess.Popen:
+        return (Popen if words[0] == sys.executable else subprocess.Popen)(words, **more)
+
+    processes.subprocess = types.SimpleNamespace(**vars(subprocess) | {"Popen": start})
 
 
 def warm_ray() -> None:

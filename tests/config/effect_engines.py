@@ -21,8 +21,8 @@ from verl_mt.config.compose import compose
 from verl_mt.engines.base import Disk
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.replicas.buckets import Buckets
 from verl_mt.extensions.cluster.sglang import engine as engine_module
-from verl_mt.extensions.cluster.sglang.buckets import Buckets
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights

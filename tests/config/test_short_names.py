@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from verl_mt.api.arguments import CallArguments, full_key
-from verl_mt.config.alias_tables import aliases
 from verl_mt.config.compose import compose
 from verl_mt.config.normalize import normalize_items, normalize_overrides
 from verl_mt.config.schema import leaves, sections
 from verl_mt.config.short_names import keys_meant, suggest_key
 from verl_mt.errors import UnknownKeyError
+from verl_mt.extensions.compat.aliases.families import aliases
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PAGE = Path(__file__).parents[2].joinpath("docs/python_api.md").read_text()

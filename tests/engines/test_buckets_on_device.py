@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from verl_mt.extensions.cluster.sglang.buckets import Buckets, payload
+from verl_mt.extensions.cluster.replicas.buckets import Buckets, payload
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

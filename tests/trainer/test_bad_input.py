@@ -473,7 +473,7 @@ def test_a_tracker_that_is_not_installed(refusal, monkeypatch, tracker):
         ("data.train_bach_size=8", ("data.train_bach_size", "did you mean", "data.train_batch_size")),
         ("trainer.training_steps=8", ("trainer.training_steps", "trainer.total_training_steps")),
         ("trainer.logger=[consol]", ("trainer.logger", "'consol'", "tensorboard")),
-        ("actor_rollout_ref.rollout.name=vllm", ("vllm", "local")),
+        ("actor_rollout_ref.rollout.name=vllm", ("rollout.python", "has no vLLM", "docs/vllm.md")),
         ("actor_rollout_ref.rollout.name=scripted", ("scripted", "Python")),
         ("trainer.n_workers_per_node=2", ("trainer.n_workers_per_node", "placement=ray")),
         ("data.sampler=my.Sampler", ("data.sampler", "my")),

@@ -17,9 +17,8 @@ from typing import Any
 
 import pyarrow
 
-from verl_mt.config.alias_tables import aliases
 from verl_mt.config.normalize import Item, as_overrides
-from verl_mt.config.short_names import keys_meant, suggest_key
+from verl_mt.config.short_names import keys_meant, other_names, suggest_key
 from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
@@ -33,6 +32,7 @@ TAKES_OBJECTS = (
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     f"{ROLLOUT}.agent_function_path",
     f"{ROLLOUT}.custom_generate_function_path",
+    f"{ROLLOUT}.environment.path",
     f"{ROLLOUT}.multi_turn.loss_scale",
     f"{ROLLOUT}.multi_turn.scheduler",
     f"{ROLLOUT}.multi_turn.scheduler_kwargs.env",
@@ -105,6 +105,31 @@ class CallArguments:
         or a file; an empty list for none."""
         entries = self._entries(interaction, "interaction", _as_interaction)
         self.key(f"{ROLLOUT}.interaction_config_file", entries)
+
+    def environment(self, environment: Any) -> None:
+        """Set the environment: a class, a path, a mapping with `path` and `config` as in YAML, or a mapping name ->
+        one of them, of which each row picks one."""
+        key = f"{ROLLOUT}.environment"
+        if not isinstance(environment, Mapping):
+            self.key(f"{key}.path", self._class(environment))
+        elif "path" in environment:
+            self.keys({f"{key}.{name}": self._class(v) if name == "path" else v for name, v in environment.items()})
+        else:
+            self.key(f"{key}.named", {str(name): self._named(given) for name, given in environment.items()})
+
+    def _named(self, given: Any) -> Any:
+        is_mapping = isinstance(given, Mapping) and "path" in given
+        return {**given, "path": self._class(given["path"])} if is_mapping else self._class(given)
+
+    def _class(self, given: Any) -> str:
+        if isinstance(given, str | os.PathLike):
+            return os.fspath(given)
+        if isinstance(given, type) or callable(given):
+            return self.name(given)
+        raise PluginError(
+            f"environment: {value_text(given, 80)} is no class. Every trajectory has an object of its own: give the "
+            "class, and its arguments as {'path': Maze, 'config': {...}}"
+        )
 
     def reward(self, reward: Any) -> None:
         """Set the reward: a function, a class, an object, whatever `reward.path` takes; a list of them is summed."""
@@ -182,7 +207,7 @@ def full_key(name: str) -> str:
     if found:
         full = " or ".join(key.replace(".", "__") for key in found)
         raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {full}")
-    if "." in dotted or dotted in aliases():
+    if "." in dotted or dotted in other_names():
         return dotted  # another library's name of one of our keys, or none at all: the composition says which
     raise UnknownKeyError(f"{name}: no such argument, and no key of the configuration ends so{suggest_key(dotted)}")
 

@@ -16,16 +16,22 @@ VALIDATES = is_set("data.val_files")
 GENERATES = is_set(f"{_ROLLOUT}.custom_generate_function_path")
 _HAS_INTERACTION = is_set(f"{_ROLLOUT}.interaction_config_file")
 _HAS_SCHEDULER = is_set(f"{_ROLLOUT}.multi_turn.scheduler")
+_DEFAULT_ENVIRONMENT = is_set(f"{_ROLLOUT}.environment.path")
+_HAS_ENVIRONMENT = _DEFAULT_ENVIRONMENT | is_set(f"{_ROLLOUT}.environment.named")
 # verl's launch scripts say with `multi_turn.enable` alone whether several turns are wanted.
 _HAS_TOOLS = (
-    is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file") | GENERATES | switched_on(f"{_ROLLOUT}.multi_turn.enable")
+    is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file")
+    | GENERATES
+    | _HAS_ENVIRONMENT
+    | switched_on(f"{_ROLLOUT}.multi_turn.enable")
 )
 # An agent runs its calls itself, but they are read from the model's text here.
 _READS_CALLS = _HAS_TOOLS | is_set(f"{_ROLLOUT}.agent_function_path")
 _SEVERAL_TURNS = replace(
     _READS_CALLS | _HAS_INTERACTION | _HAS_SCHEDULER,
     text=lambda: (
-        "there are tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True"
+        "there are tools, an environment, an interaction, a scheduler, a generate function, an agent or "
+        "multi_turn.enable=True"
     ),
 )
 ENGINES: Registry[Any] = Registry(
@@ -90,9 +96,10 @@ class MultiTurnConfig(Section):
     )
     interaction_timeout_s: float = option(
         60.0,
-        "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.",
+        "Deadline in seconds of each call of the interaction, of each hook of the scheduler, and of each reset, reply, "
+        "score and close of an environment.",
         min=0.001,
-        when=_HAS_INTERACTION | _HAS_SCHEDULER,
+        when=_HAS_INTERACTION | _HAS_SCHEDULER | _HAS_ENVIRONMENT,
     )
     scheduler: str | None = option(
         None,
@@ -172,6 +179,39 @@ class ToolKwargs(Section):
     """`actor_rollout_ref.rollout.tool_kwargs`."""
 
     tools_config_file: str | None = option(None, "YAML file that declares the tools; null = no tools.")
+
+
+@dataclass
+class EnvironmentConfig(Section):
+    """`actor_rollout_ref.rollout.environment`: what the conversations are played in (docs/environments.md)."""
+
+    path: str | None = option(
+        None,
+        "Class of the environment: a registered name, dotted path or file.py:Name; null = none, or only those of "
+        "`named`.",
+    )
+    config: dict[str, Any] = option({}, "Arguments of its constructor.", when=_DEFAULT_ENVIRONMENT)
+    named: dict[str, Any] = option(
+        {},
+        "Further environments, name -> path, or name -> {path, config}. The column `environment` of a row picks one.",
+    )
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether conversations are played in environments."""
+        return bool(self.path or self.named)
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        rollout = config.actor_rollout_ref.rollout
+        others = {
+            "multi_turn.scheduler": rollout.multi_turn.scheduler,
+            "custom_generate_function_path": rollout.custom_generate_function_path,
+            "agent_function_path": rollout.agent_function_path,
+            "multi_turn.enable": "False" if rollout.multi_turn.enable is False else None,
+        }
+        if self.is_configured:
+            given = {f"{_ROLLOUT}.{name}": value for name, value in others.items()}
+            yield from conflicts(given, key, "an environment is played by the tool loop, over several turns")
 
 
 @dataclass
@@ -260,6 +300,7 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = option(ToolKwargs, "Where the tools are declared.")
+    environment: EnvironmentConfig = option(EnvironmentConfig, "What the conversations are played in.")
     agent_function_path: str | None = option(
         None,
         "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Mapping
 
-from verl_mt.config.alias_tables import aliases
 from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.schema import leaves, open_parent, sections
+from verl_mt.plugins import optional_function
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GIVE_WAY = (
     "critic.", f"{_ROLLOUT}.val_kwargs.", f"{_ROLLOUT}.dtype", f"{_ROLLOUT}.placement", f"{_ROLLOUT}.nnodes",
-    f"{_ROLLOUT}.n_workers_per_node", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
+    f"{_ROLLOUT}.n_workers_per_node", f"{_ROLLOUT}.environment.", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
 )  # fmt: skip
 """Beginnings of keys that a short name does not mean where another key matches. So do the keys of other packages."""
 _EVERY_KEY = "python -m verl_mt.config.write_reference lists all keys"
@@ -47,10 +48,16 @@ def _ends(key: str, name: str) -> bool:
     return last == wanted_last and all(part in left for part in wanted)
 
 
+def other_names() -> Mapping[str, str]:
+    """Names that an extension reads as keys -> the key that each sets; empty where it sets none."""
+    names = optional_function("other_names")
+    return names() if names else {}
+
+
 def suggest_key(name: str) -> str:
     """`"; did you mean x?"` for a name that is no key: what it means as a short name, else what is closest to it."""
     parent, _, last = name.rpartition(".")
-    names = [*leaves(), *(alias for alias, row in aliases().items() if row.meaning == "renamed")]
+    names = [*leaves(), *(alias for alias, key in other_names().items() if key)]
     neighbours = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
     ends = {key.rpartition(".")[2] for key in leaves()}
     close = functools.partial(difflib.get_close_matches, n=1)

@@ -32,8 +32,9 @@ def lab() -> Lab:
 
 
 @pytest.fixture(scope="session")
-def colocated_engine(lab: Lab, run: Loop) -> Iterator[Any]:
-    engine = lab.engine()
+def colocated_engine(lab: Lab, run: Loop, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """SGLang, or what a test's parametrization says (`live.BOTH`)."""
+    engine = lab.engine(name=getattr(request, "param", "sglang"))
     try:
         run(engine.start())
         yield engine

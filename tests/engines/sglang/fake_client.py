@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from verl_mt.errors import EngineGoneError
-from verl_mt.extensions.cluster.sglang.clients import Client
+from verl_mt.extensions.cluster.replicas.clients import Client
 from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 

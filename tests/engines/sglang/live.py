@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from verl_mt import engines
@@ -35,6 +37,19 @@ ROUNDING = 1e-4
 turns the median of the largest differences was 1e-6, two were over 1e-5 and the largest 2.7e-5. Other weights,
 left-out adapters and a temperature a tenth off show as 1e-3 and more, which the tests assert beside it."""
 ROLLOUT = "actor_rollout_ref.rollout."
+BOTH = pytest.mark.parametrize(
+    "colocated_engine",
+    [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)],
+    indirect=True,
+    scope="session",
+)
+"""A test runs on each real engine."""
+
+
+def vllm_python() -> str:
+    """The Python with vLLM; a test is skipped where none is named."""
+    python = os.environ.get("VERL_MT_VLLM_PYTHON")
+    return python or pytest.skip("VERL_MT_VLLM_PYTHON names no Python with vLLM (docs/vllm.md)")
 
 
 class Loop:
@@ -71,9 +86,11 @@ class Lab:
     def module(self) -> Any:
         return self.workers.policy_module
 
-    def engine(self, *overrides: str) -> Any:
-        """An SGLang engine for this task, not started."""
-        words = ["name=sglang", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
+    def engine(self, *overrides: str, name: str = "sglang") -> Any:
+        """A real engine for this task, not started."""
+        words = [f"name={name}", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
+        if name == "vllm":
+            words.append(f"python={vllm_python()}")
         return engines.build(
             EngineSetup(
                 compose([ROLLOUT + word for word in words]).actor_rollout_ref,

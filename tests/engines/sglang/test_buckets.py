@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_mt.errors import EngineError
-from verl_mt.extensions.cluster.sglang.buckets import Buckets, payload, verify
+from verl_mt.extensions.cluster.replicas.buckets import Buckets, payload, verify
 
 EXPECTED = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,)}
 
@@ -96,7 +96,7 @@ def test_a_payload_holds_a_handle_and_no_class_of_sglang_and_leaves_the_sharing_
 
 SENDER = """
 import pathlib, sys, time, torch
-from verl_mt.engines.sglang.buckets import Buckets, payload
+from verl_mt.extensions.cluster.replicas.buckets import Buckets, payload
 bucket = next(Buckets({"w": (2, 3)}, torch.float32).pack([("w", torch.arange(6.0).view(2, 3))], 1000))
 folder = pathlib.Path(sys.argv[1])
 (folder / "part").write_bytes(payload(bucket.buffer, bucket.entries))

@@ -10,10 +10,10 @@ from fake_client import FakeClient, answer, until
 
 from verl_mt.engines.base import EngineHost, FromRanks
 from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.extensions.cluster.replicas.processes import ProcessGroup
 from verl_mt.extensions.cluster.sglang import engine as engine_module
 from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.processes import ProcessGroup
 
 pytestmark = pytest.mark.slow  # event loops, deadlines
 

@@ -1,22 +1,28 @@
-"""The contract of `engines/base.py`, kept by a real colocated SGLang."""
+"""The contract of `engines/base.py`, kept by a real SGLang and a real vLLM beside this process."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import signal
 
 import pytest
 import torch
 from engine_models import request
-from live import ROUNDING, Lab, log_probs, without_end, worst_difference
+from live import BOTH, ROUNDING, Lab, log_probs, processes_of_group, without_end, worst_difference
 
 from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
-from verl_mt.errors import EngineError
+from verl_mt.errors import EngineError, EngineGoneError
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.weight_sync import LiveWeights, weight_update_for
 
-pytestmark = pytest.mark.sglang
+pytestmark = BOTH  # mark.sglang, mark.vllm
+HOTTEST = 2.0
+"""Temperature that both engines take."""
+BLOCK = {"SGLang": 1, "vLLM": 32}
+"""Tokens of a block of the prefix cache."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,8 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_that_temperature(colocat
 
 
 def test_filters_narrow_what_is_sampled_and_leave_the_log_probs_over_the_full_vocabulary(colocated, lab, prompt, run):
+    if colocated.kind == "vLLM":
+        pytest.skip("vLLM's log-probs are over what the filters leave (docs/vllm.md); training refuses filters")
     hot = {"temperature": 3.0, "max_new_tokens": 30}
     for narrow, allowed in (({"top_k": 3}, 3), ({"min_p": 0.9}, None), ({"top_p": 0.05}, None)):
         output = run(colocated.generate(request(prompt, **hot, **narrow)))
@@ -64,7 +72,7 @@ def test_a_turn_of_a_session_computes_only_what_is_new(colocated, lab, prompt, r
     stream, known = list(prompt), 0
     for turn in range(3):
         output = run(colocated.generate(request(stream, "session", temperature=1.0, max_new_tokens=12)))
-        assert turn == 0 or output.cached_tokens >= known - 1
+        assert turn == 0 or output.cached_tokens > known - 1 - BLOCK[colocated.kind]
         assert worst_difference(lab.module, stream, output) < ROUNDING
         known = len(stream) + len(output.token_ids)
         stream = stream + output.token_ids + lab.prompts[turn].ids[:9]
@@ -87,7 +95,7 @@ def test_stop_strings_stop_ids_and_the_length_end_a_turn_and_are_kept(colocated,
 def test_a_turn_ends_exactly_at_the_longest_sequence(colocated, lab, prompt, run):
     limit = colocated._options.max_model_len
     long = (prompt * 20)[: limit - 4]
-    output = run(colocated.generate(request(long, max_new_tokens=50, temperature=5.0)))
+    output = run(colocated.generate(request(long, max_new_tokens=50, temperature=HOTTEST)))
     assert output.finish_reason in ("length", "stop") and len(output.token_ids) <= 4
     last = run(colocated.generate(request((prompt * 20)[: limit - 1], max_new_tokens=50)))
     assert len(last.token_ids) == 1
@@ -105,7 +113,7 @@ def test_an_end_of_sequence_id_of_the_models_files_that_is_not_ours_does_not_end
 
 def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
     async def go():
-        ask = request(prompt, max_new_tokens=250, temperature=4.0)
+        ask = request(prompt, max_new_tokens=250, temperature=HOTTEST)
         task = asyncio.ensure_future(colocated.generate(ask))
         # While a short request is answered the long one is sampled too.
         await colocated.generate(request(prompt, max_new_tokens=4))
@@ -114,7 +122,7 @@ def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
         while by_deadline is None or not 0 < len(by_deadline.token_ids) < 250:  # some machines sample faster
             if by_deadline is not None:
                 deadline_s *= 0.5 if by_deadline.token_ids else 1.5
-            ask = request(prompt, max_new_tokens=250, temperature=4.0, deadline_s=deadline_s)
+            ask = request(prompt, max_new_tokens=250, temperature=HOTTEST, deadline_s=deadline_s)
             by_deadline = await colocated.generate(ask)
         return [await task, by_deadline]
 
@@ -122,7 +130,7 @@ def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
         outputs = run(go())
     for output in outputs:
         assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 250
-        assert worst_difference(lab.module, prompt, output, 4.0) < ROUNDING
+        assert worst_difference(lab.module, prompt, output, HOTTEST) < ROUNDING
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -130,9 +138,13 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(col
     other = changed(lab.module, 0.05)
 
     async def go():
-        task = asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=240, temperature=9.0)))
-        await colocated.generate(request(prompt, max_new_tokens=4))  # the other turn is sampled meanwhile
-        await colocated.pause(mode)
+        for _ in range(9):
+            task = asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=240, temperature=HOTTEST)))
+            await colocated.generate(request(prompt, max_new_tokens=4))  # the other turn is sampled meanwhile
+            await colocated.pause(mode)
+            if not task.done():
+                break
+            await colocated.resume()  # on a busy machine it may be over before this process hears of the short one
         await colocated.apply(weight_update_for(colocated.capabilities, other, 1))
         await asyncio.sleep(0.1)
         assert not task.done()
@@ -147,8 +159,8 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(col
     given = torch.tensor(output.log_probs)
     ids = torch.tensor(output.token_ids)[:, None]
     for model, part in ((lab.module, slice(0, old.num_tokens)), (other, slice(old.num_tokens, None))):
-        expected = log_probs(model, prompt, output.token_ids, 9.0).gather(1, ids)[:, 0]
-        torch.testing.assert_close(given[part], expected[part], atol=1e-5, rtol=1e-5)
+        expected = log_probs(model, prompt, output.token_ids, HOTTEST).gather(1, ids)[:, 0]
+        torch.testing.assert_close(given[part], expected[part], atol=ROUNDING, rtol=0)
 
 
 def test_a_request_of_a_pause_waits_and_pause_abort_ends_all(colocated, prompt, run):
@@ -160,7 +172,7 @@ def test_a_request_of_a_pause_waits_and_pause_abort_ends_all(colocated, prompt, 
         await colocated.resume()
         assert (await held).token_ids
         tasks = [
-            asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=250, temperature=4.0)))
+            asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=250, temperature=HOTTEST)))
             for _ in range(3)
         ]
         await asyncio.sleep(0.1)
@@ -198,7 +210,7 @@ def test_weights_from_files(colocated, lab, prompt, run, tmp_path):
     assert worst_difference(module, prompt, output) < ROUNDING
 
 
-def test_a_wrong_shape_or_an_unknown_name_never_reaches_sglang(colocated, lab, prompt, run):
+def test_a_wrong_shape_or_an_unknown_name_never_reaches_the_engine(colocated, lab, prompt, run):
     good = dict(named_weights(lab.module))
     name = next(iter(good))
     for weights in ({**good, name: torch.zeros(3)}, {**good, "model.layers.99.weight": torch.zeros(3)}):
@@ -206,7 +218,7 @@ def test_a_wrong_shape_or_an_unknown_name_never_reaches_sglang(colocated, lab, p
             run(colocated.apply(TensorBuckets(3, weights.items())))
     output = run(colocated.generate(request(prompt, temperature=1.0, max_new_tokens=20)))
     assert worst_difference(lab.module, prompt, output) < ROUNDING
-    assert colocated.version == 0 and colocated.metrics()["engine/restarts"] == 0
+    assert colocated.version == 0
 
 
 def test_many_at_once(colocated, lab, run):
@@ -225,3 +237,34 @@ def test_on_a_cpu_no_memory_is_freed_and_the_engine_says_so(colocated, prompt, r
     run(colocated.release_memory())
     run(colocated.resume_memory())
     assert run(colocated.generate(request(prompt))).token_ids
+
+
+def test_the_same_seed_gives_the_same_turn(colocated, prompt, run):
+    if colocated.kind == "SGLang":
+        pytest.skip("SGLang's requests carry no seed (docs/sglang.md)")
+    asks = [request(prompt, temperature=HOTTEST, max_new_tokens=40, seed=seed) for seed in (1, 2, 1)]
+    first, other, again = (run(colocated.generate(ask)).token_ids for ask in asks)
+    assert first == again != other
+
+
+def test_an_engine_that_was_killed_comes_back_with_the_last_weights(colocated, lab, prompt, run):
+    module = changed(lab.module, 0.2, seed=4)
+    update = TensorBuckets(4, LiveWeights(module))
+
+    async def go():
+        await colocated.apply(update)
+        (pid,) = colocated.pids
+        ask = request(prompt, max_new_tokens=250, temperature=HOTTEST)
+        task = asyncio.ensure_future(colocated.generate(ask))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineGoneError):
+            await task
+        return pid, await colocated.generate(request(prompt, temperature=1.0, max_new_tokens=60))
+
+    with without_end(colocated):
+        pid, output = run(go())
+    assert colocated.pids != [pid] and not processes_of_group(pid)
+    assert colocated.metrics()["engine/restarts"] == 1
+    assert {span.version for span in output.version_spans} == {4}
+    assert worst_difference(module, prompt, output) < ROUNDING

@@ -15,7 +15,7 @@ from live import ROLLOUT, START_S, metrics_of, processes_of_group
 
 from verl_mt.config.compose import compose
 from verl_mt.errors import EngineError
-from verl_mt.extensions.cluster.sglang import processes
+from verl_mt.extensions.cluster.replicas import processes
 from verl_mt.extensions.cluster.sglang.server_check import _CALLS
 from verl_mt.trainer.build import build_trainer
 

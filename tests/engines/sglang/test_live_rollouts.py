@@ -1,17 +1,17 @@
-"""Whole multi-turn rollouts on a real colocated SGLang: the local engine's records, and on-policy training."""
+"""Whole multi-turn rollouts on a real SGLang and a real vLLM: the local engine's records, and on-policy training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from live import Lab
+from live import BOTH, Lab
 from parity import compare
 
 from verl_mt.algorithms.advantages import by_name as advantage_estimators
 from verl_mt.data.batch import ADVANTAGES, build_batch, expand_to_tokens, trajectory_rewards
 from verl_mt.workers.weight_sync import WeightSync
 
-pytestmark = pytest.mark.sglang
+pytestmark = BOTH  # mark.sglang, mark.vllm
 
 
 @pytest.mark.cap("C15")

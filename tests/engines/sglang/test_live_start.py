@@ -13,7 +13,7 @@ import warm_start
 from live import ROUNDING, Lab, worst_difference
 
 from verl_mt.data.requests import GenerationRequest, SamplingParams
-from verl_mt.extensions.cluster.sglang import processes
+from verl_mt.extensions.cluster.replicas import processes
 from verl_mt.extensions.cluster.sglang.options import nccl_environment
 from verl_mt.workers.weight_sync import weight_update_for
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,10 +19,10 @@ import pytest
 from live import processes_of_group
 
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.replicas.processes import ChildProcess, ProcessGroup
 from verl_mt.extensions.cluster.sglang import clients, processes
 from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, LaunchedServer
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.processes import ChildProcess, ProcessGroup
 
 CLASSES = [*processes._INPUT_CLASSES.values(), *processes._PLAIN_CALLS.values()]
 CALLS = [*processes._INPUT_CLASSES, *processes._PLAIN_CALLS]
@@ -111,6 +112,10 @@ def test_a_colocated_engine_starts_without_expandable_segments(name, tmp_path, m
     assert "allocator: expandable_segments:True" in run_async(go(False))
 
 
+def process_of(module: str, descriptor: int, *words: str) -> ChildProcess:
+    return ChildProcess([sys.executable, "-m", module, str(descriptor), *words], descriptor, os.environ)
+
+
 PROGRAM = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -133,7 +138,7 @@ def start(tmp_path, monkeypatch):
 
     def start(how: str) -> tuple[ChildProcess, int]:
         reading, writing = os.pipe()
-        process = ChildProcess("program_with_child", reading, [how])
+        process = process_of("program_with_child", reading, how)
         os.close(reading)
         descriptors.append(writing)
         processes.append(process)
@@ -212,7 +217,7 @@ def test_an_engine_begins_when_the_one_that_had_its_devices_is_gone(start, run_a
             left.extend(processes_of_group(process.pid))
             super().__init__(*args, **more)
 
-    monkeypatch.setattr(clients, "ChildProcess", Begins)
+    monkeypatch.setattr(processes, "ChildProcess", Begins)
 
     async def go():
         client = ColocatedClient({"tp_size": 1})
@@ -276,7 +281,7 @@ def test_a_process_that_hangs_after_an_error_tells_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = ChildProcess("hanging", theirs.fileno(), [])
+        process = process_of("hanging", theirs.fileno())
         try:
             while taken not in process.log.read_text():
                 time.sleep(0.02)
@@ -303,7 +308,7 @@ def test_children_are_copies_that_do_not_keep_the_connection_whose_end_tells_of_
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        process = ChildProcess("forking_program", theirs.fileno(), [])
+        process = process_of("forking_program", theirs.fileno())
         theirs.close()
         try:
             while "child" not in process.log.read_text():

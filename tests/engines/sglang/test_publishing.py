@@ -15,8 +15,8 @@ from engine_models import request
 from fake_client import FakeClient, FakeEngine, answer
 
 from verl_mt.engines.base import Receiver, TensorBuckets
-from verl_mt.errors import EngineError
-from verl_mt.extensions.cluster.sglang import buckets
+from verl_mt.errors import EngineError, EngineGoneError
+from verl_mt.extensions.cluster.replicas import buckets
 from verl_mt.extensions.cluster.sglang import engine as engine_module
 from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher
 from verl_mt.modeling.load import load_causal_lm
@@ -64,7 +64,7 @@ class Reader(FakeClient):
         self.num_buckets += 1
         if self.num_buckets == self.die_at:
             self.give_up("killed")
-            raise engine_module.EngineGoneError("killed")
+            raise EngineGoneError("killed")
         assert len(body["serialized_named_tensors"]) == self.num_ranks
         for data in body["serialized_named_tensors"]:
             content = pickle.load(io.BytesIO(data))

@@ -11,8 +11,9 @@ from fake_client import FakeClient, FakeEngine, answer, until
 
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
+from verl_mt.extensions.cluster.replicas import engine as replicated
+from verl_mt.extensions.cluster.replicas import replica as replica_module
 from verl_mt.extensions.cluster.sglang import engine as engine_module
-from verl_mt.extensions.cluster.sglang import replica as replica_module
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import ModelShape, model_shape, named_weights
 from verl_mt.workers.weight_sync import weight_update_for
@@ -396,7 +397,7 @@ def test_a_mixture_of_experts_is_warned_of_at_the_start(run_async, monkeypatch, 
     experts = ModelShape(shape.vocab_size, {**shape.weights, "model.layers.0.mlp.experts.0.up_proj.weight": (4, 4)})
 
     async def go(found):
-        monkeypatch.setattr(engine_module, "model_shape", lambda *args, **more: found)
+        monkeypatch.setattr(replicated, "model_shape", lambda *args, **more: found)
         engine = FakeEngine(stop_at_once)
         await engine.start()
         await engine.close()
@@ -491,8 +492,8 @@ def test_a_server_with_weights_of_somebody_elses_run_is_set_back_to_the_models_f
 
 
 def test_an_engine_that_ignores_an_abort_is_taken_for_dead(run_async, monkeypatch):
-    monkeypatch.setattr(engine_module, "_ABORT_AGAIN_S", 0.01)
-    monkeypatch.setattr(engine_module, "_NUM_ABORTS", 3)
+    monkeypatch.setattr(replicated, "_ABORT_AGAIN_S", 0.01)
+    monkeypatch.setattr(replicated, "_NUM_ABORTS", 3)
 
     class Deaf(FakeClient):
         async def call(self, name, body, timeout_s):

@@ -8,11 +8,11 @@ from fake_client import answer
 
 from verl_mt.data.requests import VersionSpan
 from verl_mt.errors import EngineError
-from verl_mt.extensions.cluster.sglang.turn import SGLangTurn
+from verl_mt.extensions.cluster.replicas.turn import Turn
 
 
 def turn_of(ids=(5, 6, 7), *, max_model_len=100, ends=(3,), **sampling):
-    return SGLangTurn(request(list(ids), **sampling), max_model_len, frozenset(ends))
+    return Turn(request(list(ids), **sampling), max_model_len, frozenset(ends))
 
 
 def test_every_sampling_parameter_is_said_and_penalties_of_the_models_own_files_are_switched_off():

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_mt.extensions.cluster.sglang import shared_memory
-from verl_mt.extensions.cluster.sglang.buckets import Buckets, payload
-from verl_mt.extensions.cluster.sglang.shared_memory import mark, mark_group, sweep
+from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.buckets import Buckets, payload
+from verl_mt.extensions.cluster.replicas.shared_memory import mark, mark_group, sweep
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_buffers_leave_nothing_though_an_engine_never_opened_them():
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_what_the_next_start_sweeps():
     program = (
-        "import os, signal, torch; from verl_mt.engines.sglang.buckets import _allocate;"
+        "import os, signal, torch; from verl_mt.extensions.cluster.replicas.buckets import _allocate;"
         "buffer = _allocate(64, torch.device('cpu')); print(os.getpid(), flush=True);"
         "os.killpg(0, signal.SIGKILL)"  # with torch's own process, which would remove it
     )

@@ -44,6 +44,12 @@ class RolloutKeys(Section):
         choices=(None, "colocated", "separate", "servers"),
         when=OTHER_ENGINE,
     )
+    python: str | None = option(
+        None,
+        "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has an environment "
+        "of its own (docs/vllm.md).",
+        when=only(f"{ROLLOUT}.name", "vllm", own=False),
+    )
     # verl's configurations give both to every run.
     nnodes: int = option(
         0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, allow_unused=True
@@ -102,8 +108,8 @@ def problems(config: Config) -> Iterator[str]:
     """What cannot be, of the keys above."""
     rollout, keys = config.actor_rollout_ref.rollout, keys_of(config.actor_rollout_ref.rollout)
     yield from _problems_of_workers(config)
-    if rollout.name == "sglang":
-        yield from _problems_of_sglang(config)
+    if rollout.name in ("sglang", "vllm"):
+        yield from _problems_of_engines(config)
     if rollout.name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
         yield from _problems_of_placement(keys, config.trainer)
     if rollout.engine_kwargs and keys.servers and f"{ROLLOUT}.engine_kwargs" in explicit_keys(config):
@@ -130,7 +136,7 @@ def _problems_of_workers(config: Config) -> Iterator[str]:
         )
 
 
-def _problems_of_sglang(config: Config) -> Iterator[str]:
+def _problems_of_engines(config: Config) -> Iterator[str]:
     keys = keys_of(config.actor_rollout_ref.rollout)
     for url in keys.servers:
         if not url.startswith(("http://", "https://")):

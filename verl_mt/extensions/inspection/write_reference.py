@@ -7,11 +7,11 @@ import types
 import typing
 from typing import Any
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.compose import TINY, compose
 from verl_mt.config.declare import Condition, bounds
 from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
+from verl_mt.plugins import optional_function
 
 _INTRO = """\
 # Configuration reference
@@ -43,9 +43,8 @@ def reference() -> str:
             doc = section.doc + _only_if(section.when)
             lines += [f"## `{section.key}`", "", doc, "", *_table(own, section.key, tiny), ""]
     lines += ["## Top level", "", *_table(roots, "", tiny)]
-    for family in families().values():
-        if family.as_page is not None:
-            lines += ["", *family.as_page()]
+    if page := optional_function("alias_page"):
+        lines += ["", *page()]
     return "\n".join(lines) + "\n"
 
 

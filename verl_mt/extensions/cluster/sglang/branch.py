@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from verl_mt.errors import EngineError, EngineGoneError
-from verl_mt.extensions.cluster.sglang.clients import Client, Endpoint, HttpClient
+from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
+from verl_mt.extensions.cluster.replicas.routing import Router
+from verl_mt.extensions.cluster.sglang.clients import HttpClient
 from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.routing import Router
 
 Say = Callable[[Any], None]
 

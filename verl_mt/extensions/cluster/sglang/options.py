@@ -6,25 +6,23 @@ import importlib.util
 import ipaddress
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import torch
 
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
-from verl_mt.config_paths import resolve_model_path
-from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
-_KEY = "actor_rollout_ref.rollout"
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
-_WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
+_WITHOUTKEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ROUNDED = "the engine would sample from rounded weights or caches, which no test of verl_mt has run"
 _QUANTIZED_FORMATS = ("bitsandbytes", "expert_pack", "flash_rl")
@@ -50,80 +48,16 @@ _SLACK = 8
 
 
 @dataclass(frozen=True)
-class SGLangOptions:
-    """The config in the engine's terms."""
-
-    model_path: str
-    max_model_len: int
-    tokenizer_path: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: str = "float32"
-    end_token_ids: frozenset[int] = frozenset()
-    max_num_seqs: int = 256
-    tensor_parallel_size: int = 1
-    memory_share: float = 0.5
-    free_cache: bool = True
-    seed: int = 0
-    timeout_s: float = 600.0
-    """Deadline of a start, and of any single call that is not `generate`."""
-    servers: tuple[str, ...] = ()
-    """URLs of running servers."""
-    num_launched: int = 0
-    """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
-    hosts: tuple[EngineHost, ...] = ()
-    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
-    transport: str = "auto"
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+class SGLangOptions(ReplicaOptions):
+    """The config in SGLang's terms."""
 
     @classmethod
-    def from_config(
-        cls,
-        config: ActorRolloutRefConfig,
-        *,
-        end_token_ids: Iterable[int],
-        max_model_len: int | None,
-        seed: int,
-        hosts: tuple[EngineHost, ...] = (),
-    ) -> SGLangOptions:
+    def from_config(cls, config: ActorRolloutRefConfig, **more: Any) -> Self:
         """Raises:
         ConfigError: engine arguments that other keys decide, or no length.
         """
-        model, rollout, keys = config.model, config.rollout, keys_of(config.rollout)
-        check_rollout(rollout)
-        if max_model_len is None:
-            raise ConfigError(f"{_KEY}.max_model_len: the SGLang engine needs the longest sequence in tokens")
-        return cls(
-            model_path=resolve_model_path(model.path),
-            tokenizer_path=None if model.tokenizer_path is None else resolve_model_path(model.tokenizer_path),
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            dtype=rollout.dtype or model.dtype,
-            max_model_len=max_model_len,
-            end_token_ids=frozenset(end_token_ids),
-            max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel_size=keys.tensor_model_parallel_size,
-            memory_share=keys.gpu_memory_utilization,
-            free_cache=keys.free_cache_engine,
-            seed=seed,
-            timeout_s=rollout.engine_timeout_s,
-            servers=tuple(url.rstrip("/") for url in keys.servers),
-            num_launched=keys.launch_servers,
-            transport=keys.weight_transport,
-            engine_kwargs=dict(rollout.engine_kwargs),
-            hosts=hosts,
-        )
-
-    @property
-    def on_gpu(self) -> bool:
-        """SGLang takes the GPU where there is one: at its hosts, whatever this machine has."""
-        return any(host.on_gpu for host in self.hosts) if self.hosts else torch.cuda.is_available()
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether training has the same devices."""
-        apart = any(host.rank is None for host in self.hosts)
-        return not (apart or self.servers or self.num_launched)
+        check_rollout(config.rollout)
+        return super().from_config(config, **more)
 
     def engine_arguments(self) -> dict[str, Any]:
         """`sglang.srt.server_args.ServerArgs`, as keyword arguments."""
@@ -187,25 +121,25 @@ def check_rollout(rollout: RolloutConfig) -> None:
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
         raise ConfigError(
-            f"{_KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
-            f"{_KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+            f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
+            f"{KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
         )
     for name, reason in other_sampling(rollout.engine_kwargs):
-        raise ConfigError(f"{_KEY}.engine_kwargs.{name}={rollout.engine_kwargs[name]}: {reason}. Remove {name}")
+        raise ConfigError(f"{KEY}.engine_kwargs.{name}={rollout.engine_kwargs[name]}: {reason}. Remove {name}")
     parallel = [name for name in _DATA_PARALLEL if rollout.engine_kwargs.get(name, 1) != 1]
     if parallel:
         raise ConfigError(
-            f"{_KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
+            f"{KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
             "where it has replicas of its own; have one beside each rank (trainer.placement=ray), or "
-            f"{_KEY}.launch_servers"
+            f"{KEY}.launch_servers"
         )
-    unguarded = [name for name in _WITHOUT_KEY if rollout.engine_kwargs.get(name) not in (None, 1)]
+    unguarded = [name for name in _WITHOUTKEY if rollout.engine_kwargs.get(name) not in (None, 1)]
     keys = keys_of(rollout)
     if keys.launch_servers and unguarded:
         raise ConfigError(
-            f"{_KEY}.engine_kwargs.{unguarded[0]} is set: a launched server answers only requests with the random key "
+            f"{KEY}.engine_kwargs.{unguarded[0]} is set: a launched server answers only requests with the random key "
             f"that verl_mt gives it, and {unguarded[0]} replaces or bypasses that key. Remove {unguarded[0]}, or start "
-            f"the servers yourself ({_KEY}.servers)"
+            f"the servers yourself ({KEY}.servers)"
         )
     if os.environ.get(_RAW_LOG_PROBS, "").lower() in ("1", "true", "yes", "y"):
         raise ConfigError(
@@ -215,7 +149,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
     far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
     if far:
         raise ConfigError(
-            f"{_KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
+            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
             "use broadcast or disk"
         )
 
@@ -251,10 +185,10 @@ def check_launched(rollout: RolloutConfig, device: str) -> None:
     if gpus < needed:
         beside = ", with the one that trains," if trains_there else ""
         raise ConfigError(
-            f"{_KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
+            f"{KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
             f"{keys.tensor_model_parallel_size} needs {needed} GPUs{beside} on this machine, "
-            f"which has {gpus}; launch fewer, start servers on other machines and name them in {_KEY}.servers, or say "
-            f"which they share: {_KEY}.engine_kwargs={{base_gpu_id: 0}}"
+            f"which has {gpus}; launch fewer, start servers on other machines and name them in {KEY}.servers, or say "
+            f"which they share: {KEY}.engine_kwargs={{base_gpu_id: 0}}"
         )
 
 
@@ -267,7 +201,7 @@ def check_devices(rollout: RolloutConfig) -> None:
     keys, gpus = keys_of(rollout), torch.cuda.device_count()
     if keys.placed == "colocated" and 0 < gpus < keys.tensor_model_parallel_size:
         raise ConfigError(
-            f"{_KEY}.tensor_model_parallel_size={keys.tensor_model_parallel_size}, but this machine has {gpus} GPU(s), "
+            f"{KEY}.tensor_model_parallel_size={keys.tensor_model_parallel_size}, but this machine has {gpus} GPU(s), "
             f"and an engine with trainer.placement=inline lives on this machine: give at most {gpus}, or name servers "
             "elsewhere (rollout.servers)"
         )
@@ -297,7 +231,7 @@ def require_sglang() -> None:
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:  # a folder of that name somewhere on the path is no package
         raise ConfigError(
-            f"{_KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
+            f"{KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
             "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md); or sample with rollout.name=local"
         )
     # An installation of an earlier version has the documented path, which leads there too.
@@ -305,6 +239,6 @@ def require_sglang() -> None:
     plugins = {entry.value for entry in entry_points(group="sglang.srt.platforms")}
     if not torch.cuda.is_available() and paths.isdisjoint(plugins):
         raise ConfigError(
-            f"{_KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
+            f"{KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
             "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
         )

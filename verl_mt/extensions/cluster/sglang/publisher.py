@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mt.engines.base import Receiver, WeightPublisher
-from verl_mt.errors import EngineError, EngineGoneError, VerlMTError, error_text
-from verl_mt.extensions.cluster.sglang.buckets import Buckets, describe, payload
+from verl_mt.errors import EngineGoneError, VerlMTError, error_text
+from verl_mt.extensions.cluster.replicas.buckets import Bucket, Buckets, describe, payload
+from verl_mt.extensions.cluster.replicas.publisher import MemoryPublisher, failures
 from verl_mt.extensions.cluster.sglang.options import nccl_environment
 
 _LEAVE_S = 10.0
@@ -29,69 +30,17 @@ _TOGETHER_S = 120.0
 """How long joining, and the broadcast of one bucket, may take; a member that refuses its part is noticed then."""
 
 
-class BucketPublisher(WeightPublisher):
-    """Through the memory of this machine: a handle of the buffer goes to each engine, which copies out of it.
+class BucketPublisher(MemoryPublisher):
+    """A handle of the buffer goes to each engine, which copies out of it."""
 
-    Its buffers are used for every update. See `FromRanks`.
-
-    Args:
-        expected: name -> shape of all weights.
-        dtype: torch's name of the engines'.
-        timeout_s: deadline of each call of an engine.
-        through_host: the buffers lie in main memory, also where weights and engines are on a GPU.
-        address: of this machine; the engines are on it.
-    """
-
-    def __init__(
-        self,
-        expected: Mapping[str, tuple[int, ...]],
-        dtype: str,
-        timeout_s: float,
-        through_host: bool = False,
-        *,
-        address: str,
-    ):
-        device = torch.device("cpu") if through_host else None
-        self._buckets = Buckets(expected, getattr(torch, dtype), device=device)
-        self._timeout_s = timeout_s
-
-    def publish(
-        self, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, receivers: Sequence[Receiver]
-    ) -> list[VerlMTError | None]:
-        """Send all of them to all engines, which are in a weight update already, and stay in it. One that goes away, or
-        refuses, is left out from then on.
-
-        Runs in a thread of the trainer or in the main thread of a rank. Waits for the engines, each in a thread.
-
-        Raises:
-            EngineError: a tensor that does not fit the model.
-        """
-        problems: dict[Receiver, VerlMTError] = {}
-        asked: dict[Receiver, Future[None]] = {}
-        with ThreadPoolExecutor(len(receivers)) as threads:
-            # One rank of several may still copy on its GPU when the engine has answered; not when it answers again.
-            several = any(receiver.num_ranks > 1 and receiver.on_gpu for receiver in receivers)
-            for bucket in self._buckets.pack(tensors, bucket_bytes, num_buffers=3 if several else 2):
-                # The engines have copied the last bucket while this one was packed; its buffer is written next.
-                problems |= _failures(asked)
-                if len(problems) == len(receivers):
-                    break
-                body = {"load_format": "flattened_bucket", **_progress(version, bucket.is_last)}
-                asked = {}
-                for receiver in receivers:
-                    if receiver not in problems:
-                        # Each is opened once: a handle that several ranks share would be gone with the first of them.
-                        payloads = [payload(bucket.buffer, bucket.entries) for _ in range(receiver.num_ranks)]
-                        own = {**body, "serialized_named_tensors": payloads}
-                        asked[receiver] = threads.submit(
-                            receiver.call, "update_weights_from_tensor", own, self._timeout_s
-                        )
-            problems |= _failures(asked)
-        return [problems.get(receiver) for receiver in receivers]
-
-    def close(self) -> None:
-        """Give the buffers back. Idempotent."""
-        self._buckets.close()
+    def _body(self, bucket: Bucket, receiver: Receiver) -> dict[str, Any]:
+        # Each is opened once: a handle that several ranks share would be gone with the first of them.
+        payloads = [payload(bucket.buffer, bucket.entries) for _ in range(receiver.num_ranks)]
+        return {
+            "load_format": "flattened_bucket",
+            "flush_cache": bucket.is_last,
+            "serialized_named_tensors": payloads,
+        }
 
 
 class WeightBroadcaster(WeightPublisher):
@@ -232,21 +181,11 @@ def _raise_broken(asked: Mapping[Receiver, Future[None]], here: str | None) -> N
     Raises:
         _BrokenOffError: it is.
     """
-    told = _failures(asked)
+    told = failures(asked)
     if here is None and not told:
         return
     reason = here or error_text(next(iter(told.values())))
     raise _BrokenOffError({r: told.get(r, EngineGoneError(f"a broadcast broke off: {reason}")) for r in asked})
-
-
-def _failures(asked: Mapping[Receiver, Future[None]]) -> dict[Receiver, VerlMTError]:
-    """Of those that were asked, what those answered that failed."""
-    told = {receiver: future.exception() for receiver, future in asked.items()}
-    return {
-        receiver: error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
-        for receiver, error in told.items()
-        if isinstance(error, Exception)
-    }
 
 
 def _progress(version: int, is_last: bool) -> dict[str, Any]:

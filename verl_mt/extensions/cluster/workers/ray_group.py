@@ -479,6 +479,8 @@ def rank_environment(rollout: RolloutConfig, environment: Mapping[str, str]) -> 
 
 
 def with_engine_environment(options: dict[str, Any]) -> dict[str, Any]:
-    """Of a Ray actor that holds an engine: SGLang's own settings, too, without the key of somebody's servers."""
-    more = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_") and "KEY" not in name}
+    """Of a Ray actor that holds an engine: SGLang's and vLLM's own settings, too, without the key of somebody's
+    servers."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "VLLM_"))}
+    more = {name: value for name, value in own.items() if "KEY" not in name}
     return {**options, "runtime_env": {"env_vars": options["runtime_env"]["env_vars"] | more}}

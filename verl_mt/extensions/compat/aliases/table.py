@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import Alias
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import Alias
 
 
 def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Alias]:

@@ -1,27 +1,28 @@
-"""One request in SGLang's terms, and its answer in ours."""
+"""One request in the engine's terms, and its answer in ours."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_mt.data.requests import FinishReason, GenerationOutput, GenerationRequest, Timings, VersionSpan
 from verl_mt.errors import EngineError
 
 _OF_FILES = "default"
-"""What SGLang calls the weights that it has loaded itself, where nobody has named them."""
+"""What SGLang and vLLM call the weights that they have loaded themselves, where nobody has named them."""
 
 
 @dataclass
-class SGLangTurn:
-    """An assistant turn on its way; usually one answer of SGLang, now and then several.
+class Turn:
+    """An assistant turn on its way; usually one answer of the engine, now and then several.
 
     SGLang ends a turn at every end-of-sequence id that the model's files name, and cannot be told otherwise. Where
     such an id is not among ours, the turn is continued: its ids become part of the next input, which the prefix cache
     makes cheap.
     """
 
+    engine: ClassVar[str] = "SGLang"
     request: GenerationRequest
     max_model_len: int
     end_token_ids: frozenset[int]
@@ -33,7 +34,7 @@ class SGLangTurn:
     """Monotonic seconds; also below."""
     dispatched: float | None = None
     queue_s: float = 0.0
-    """Seconds in SGLang's queue; like the next, only told where it runs with `enable_metrics`. Else all is decoding."""
+    """Seconds in the engine's queue. SGLang tells this and the next with `enable_metrics`; else all is decoding."""
     prefill_s: float = 0.0
 
     @property
@@ -77,15 +78,15 @@ class SGLangTurn:
             fallback_version: for a server that does not say which weights a token came from.
 
         Returns:
-            Why the turn is over; None = SGLang ended it, but it goes on.
+            Why the turn is over; None = the engine ended it, but it goes on.
 
         Raises:
-            EngineError: the answer does not fit together, or SGLang refused the request.
+            EngineError: the answer does not fit together, or the engine refused the request.
         """
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") not in (None, 200):
-            raise EngineError(f"request {self.request.request_id!r}: SGLang refused it: {reason.get('message')}")
+            raise EngineError(f"request {self.request.request_id!r}: {self.engine} refused it: {reason.get('message')}")
         sampled = meta.get("output_token_logprobs") or []
         ids = [int(entry[1]) for entry in sampled]
         self.token_ids += ids
@@ -123,7 +124,7 @@ class SGLangTurn:
             return "length"
         if not progress:
             raise EngineError(
-                f"request {self.request.request_id!r}: SGLang ended it ({reason}) without sampling any of the "
+                f"request {self.request.request_id!r}: {self.engine} ended it ({reason}) without sampling any of the "
                 f"{self.room} tokens that were asked for"
             )
         return None

@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 
 from verl_mt.engines.base import Disk, FromRanks, Publishers, Receiver, TensorBuckets, WeightPublisher, WeightUpdate
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
-from verl_mt.extensions.cluster.sglang.clients import Client
-from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher, WeightBroadcaster
+from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
 from verl_mt.modeling.weights import ModelShape
 
 Member = tuple["WeightSender", Client]
+Choice = tuple[type[WeightPublisher], tuple[Any, ...]]
+"""A publisher, and its arguments behind the model's weights, dtype and the deadline."""
 _LEAVE_S = 10.0
 
 
@@ -27,9 +28,16 @@ class WeightSender:
         options: dtype, deadline, transport.
         is_paused: whether somebody wants the engine to stay paused.
         publishing: what publishes weights in this process, for all replicas.
+        choose: the publisher for an engine (see `publisher_for`).
     """
 
-    def __init__(self, options: SGLangOptions, is_paused: Callable[[], bool], publishing: PublishesHere):
+    def __init__(
+        self,
+        options: ReplicaOptions,
+        is_paused: Callable[[], bool],
+        publishing: PublishesHere,
+        choose: Callable[[Client, Receiver, bool], Choice],
+    ):
         self.current: WeightUpdate | None = None
         """What a new life gets; None = the model's files."""
         self.shape: ModelShape | None = None
@@ -37,6 +45,7 @@ class WeightSender:
         self._options = options
         self._is_paused = is_paused
         self._publishing = publishing
+        self._choose = choose
 
     async def refresh(self, client: Client) -> WeightUpdate | None:
         """The current weights, for an engine that has just been started.
@@ -61,8 +70,8 @@ class WeightSender:
         """Turns that are being sampled are set back to where they have no cache, and go on with the new weights.
 
         Raises:
-            EngineError: the update does not fit the model, or SGLang refused it. If a part of it has arrived by then,
-                the engine is given up, so that it is started anew with weights that are known.
+            EngineError: the update does not fit the model, or the engine refused it. If a part of it has arrived by
+                then, the engine is given up, so that it is started anew with weights that are known.
             EngineGoneError: the engine went away.
         """
         (problem,) = await send_to_all([(self, client)], update)
@@ -113,12 +122,8 @@ class WeightSender:
             here: the weights are in this process; otherwise in ranks elsewhere.
         """
         assert self.shape is not None
-        arguments = self.shape.weights, self._options.dtype, self._options.timeout_s
-        transport, beside = self._options.transport, receiver.rank is not None
-        near = transport in ("tensors", "copy") or (client.local if here else beside)
-        if near and transport != "broadcast":
-            return BucketPublisher, (*arguments, transport == "copy")
-        return WeightBroadcaster, arguments
+        publisher, more = self._choose(client, receiver, here)
+        return publisher, (self.shape.weights, self._options.dtype, self._options.timeout_s, *more)
 
     async def publish(
         self,
@@ -148,7 +153,7 @@ async def send_to_all(members: Sequence[Member], update: WeightUpdate) -> list[V
     if isinstance(update, Disk):
         return await asyncio.gather(*(sender.read(client, update) for sender, client in members))
     if not isinstance(update, TensorBuckets | FromRanks):
-        refusal = f"an SGLang engine takes FromRanks, TensorBuckets and Disk, got {type(update).__name__}"
+        refusal = f"an engine takes FromRanks, TensorBuckets and Disk, got {type(update).__name__}"
         return [EngineError(refusal)] * len(members)
     try:
         return await _give_to_all(members, update)

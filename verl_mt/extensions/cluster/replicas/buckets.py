@@ -1,4 +1,4 @@
-"""Weights on their way to SGLang: checked against the model's own shapes, then packed into flattened buckets."""
+"""Weights on their way to an engine: checked against the model's own shapes, then packed into flattened buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from verl_mt.errors import EngineError
-from verl_mt.extensions.cluster.sglang import shared_memory
+from verl_mt.extensions.cluster.replicas import shared_memory
 
 _ALIGNMENT = 16
 """Bytes; no dtype needs more to be viewed in a buffer of bytes."""
@@ -159,8 +159,11 @@ class Buckets:
     def _reserve(self, turn: int, size: int, device: torch.device) -> Tensor:
         buffer = self._buffers[turn]
         if buffer.numel() < size or buffer.device != device:
-            buffer = self._buffers[turn] = _allocate(size, device)
+            buffer = self._buffers[turn] = self._allocate(size, device)
         return buffer
+
+    def _allocate(self, size: int, device: torch.device) -> Tensor:
+        return _allocate(size, device)
 
     def _full(self, turn: int, entries: list[Entry], size: int, *, is_last: bool) -> Bucket:
         buffer = self._buffers[turn]

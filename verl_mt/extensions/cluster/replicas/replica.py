@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from verl_mt.engines.base import WeightUpdate
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
-from verl_mt.extensions.cluster.sglang.clients import Client
-from verl_mt.extensions.cluster.sglang.weight_sender import WeightSender
+from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class Replica:
         timeout_s: deadline of a start.
         is_ours: it is our process, which a new life starts anew. Another's server is waited for.
         name: among the others, the same in all of its lives.
+        kind: of the engine, for messages.
         may_start: set while the device's memory is the engines'; a new life waits for it.
     """
 
@@ -38,10 +39,12 @@ class Replica:
         timeout_s: float,
         is_ours: bool,
         name: str = "engine",
+        kind: str = "SGLang",
         may_start: asyncio.Event | None = None,
         settled: asyncio.Event | None = None,
     ):
         self.name = name
+        self._what = f"the {kind} engine"
         self.released: set[str] = set()
         """Kinds of device memory that this life has given back: `weights`, `kv_cache`."""
         self._may_start = may_start
@@ -117,7 +120,7 @@ class Replica:
             await asyncio.wait_for(self._ready.wait(), timeout_s)
         except TimeoutError:
             raise EngineGoneError(
-                f"the SGLang engine is being started anew and was not ready within {timeout_s or 0:.0f} s"
+                f"{self._what} is being started anew and was not ready within {timeout_s or 0:.0f} s"
             ) from None
         if self._failure is not None:
             raise EngineGoneError(self._failure)
@@ -126,7 +129,7 @@ class Replica:
 
     async def close(self) -> None:
         """End it. Idempotent."""
-        self._fail("the SGLang engine is closed")
+        self._fail(f"{self._what} is closed")
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -160,8 +163,8 @@ class Replica:
         try:
             await self._watch(reason)
         except Exception as error:
-            log.exception("watching the SGLang engine failed")
-            self._fail(f"the SGLang engine could not be started anew: {error!r}")
+            log.exception("watching %s failed", self._what)
+            self._fail(f"{self._what} could not be started anew: {error!r}")
 
     async def _watch(self, reason: str | None) -> None:
         """`reason` = why no life has begun yet; None = it lives."""
@@ -172,12 +175,12 @@ class Replica:
                 reason = await self._client.wait_gone()
                 self._ready.clear()
                 await self._client.stop()
-                log.warning("SGLang engine lost, starting it anew: %s", reason)
+                log.warning("%s lost, starting it anew: %s", self._what.removeprefix("the "), reason)
             # A life that finished a request was no failed start: an engine that dies once an hour is not given up.
             deaths = 1 if self.has_served else deaths + 1
             while not self._ready.is_set():
                 if self.is_ours and deaths >= _MAX_DEATHS_IN_A_ROW:
-                    reason = f"the SGLang engine ended {deaths} times without finishing a request; last: {reason}"
+                    reason = f"{self._what} ended {deaths} times without finishing a request; last: {reason}"
                     log.error("%s is given up: %s", self.name, reason)
                     self._fail(reason)
                     return
@@ -190,7 +193,9 @@ class Replica:
                 except VerlMTError as error:
                     deaths, reason = deaths + 1, str(error)
                     if isinstance(error, EngineError) and not isinstance(error, EngineGoneError):
-                        log.warning("SGLang engine: the current weights could not be sent: %s", error)
+                        log.warning(
+                            "%s: the current weights could not be sent: %s", self._what.removeprefix("the "), error
+                        )
                     await asyncio.sleep(_RETRY_S)
             reason, lived = None, True
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from verl_mt.extensions.cluster.sglang.clients import Client
-from verl_mt.extensions.cluster.sglang.replica import Replica
+from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.replica import Replica
 
 _TOGETHER = 16
 """Conversations that begin alike stay together as long as no other replica has less to do by as many of them."""

@@ -1,0 +1,187 @@
+"""vLLM's engine without a vLLM: what is refused, what its process is started with, and how weights lie in memory."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_mt import engines
+from verl_mt.config.compose import compose
+from verl_mt.data.requests import GenerationRequest, SamplingParams
+from verl_mt.engines.base import EngineSetup, Receiver
+from verl_mt.errors import ConfigError, EngineError
+from verl_mt.extensions.cluster.vllm import client, options, publisher
+from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn, environment_of
+from verl_mt.extensions.cluster.vllm.publisher import FileBuckets, FilePublisher
+
+ROLLOUT = "actor_rollout_ref.rollout."
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """Every Python has the tested version."""
+    monkeypatch.setattr(options, "_version_of", lambda python: options.TESTED)
+
+
+def check(*words: str) -> None:
+    config = compose([ROLLOUT + "name=vllm", *words])
+    engines.check(config.actor_rollout_ref, config.trainer)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.deterministic=True"], "trainer.deterministic needs rollout.name=local"),
+        ([ROLLOUT + "servers=[http://a:1]"], "rollout.placement=servers: vLLM engines run beside"),
+        ([ROLLOUT + "launch_servers=2"], "rollout.placement=separate: vLLM engines run beside"),
+        ([ROLLOUT + "temperature=2.5"], r"rollout.temperature=2.5: vLLM takes at most 2\."),
+        ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
+        ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),
+        (
+            [ROLLOUT + "engine_kwargs={quantization: fp8}"],
+            "quantization=fp8: .* rounded weights .* Remove quantization",
+        ),
+        ([ROLLOUT + "engine_kwargs={kv_cache_dtype: fp8}"], "kv_cache_dtype=fp8: .* rounded caches"),
+        ([ROLLOUT + "engine_kwargs={load_format: dummy}"], "load_format=dummy: .* other weights than the trainer's"),
+        ([ROLLOUT + "python=/no/such/python"], "rollout.python=/no/such/python: there is no such program"),
+        (["trainer.device=cuda"], "free_cache_engine=True: vLLM engines keep their GPU memory"),
+        (
+            ["trainer.device=cuda", ROLLOUT + "free_cache_engine=False", ROLLOUT + "weight_transport=tensors"],
+            "weight_transport=tensors: weights reach vLLM through main memory",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_loads(with_vllm, words, message):
+    with pytest.raises(ConfigError, match=message):
+        check(*words)
+
+
+def test_a_configuration_that_it_can_serve_passes(with_vllm):
+    check(ROLLOUT + f"python={sys.executable}", ROLLOUT + "engine_kwargs={max_num_batched_tokens: 8192}")
+
+
+def test_a_python_without_vllm_is_refused_by_name(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without any installed package
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=rf"{python} has no vLLM\. Install it .*docs/vllm\.md.*rollout\.python"):
+        check(ROLLOUT + f"python={python}")
+
+
+def test_an_untested_version_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(options, "_version_of", lambda python: "0.99.1")
+    check(ROLLOUT + f"python={sys.executable}")
+    assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
+
+
+def test_the_configuration_in_vllms_terms(with_vllm):
+    words = ["name=vllm", "max_num_seqs=7", "dtype=bfloat16", "engine_kwargs={block_size: 64, enforce_eager: null}"]
+    setup = EngineSetup(
+        compose([ROLLOUT + word for word in words]).actor_rollout_ref,
+        None,
+        end_token_ids=frozenset({3}),
+        decode=None,
+        max_model_len=4321,
+        deterministic=False,
+        seed=5,
+    )
+    engine = engines.build(setup)
+    assert engine.capabilities.transports == {"disk", "tensor_buckets"} and engine.capabilities.overlaps_training
+    given = engine._options.arguments(2)
+    assert given["python"] == sys.executable
+    expected = {
+        "max_num_seqs": 7, "dtype": "bfloat16", "max_model_len": 4321, "seed": 7, "block_size": 64,
+        "logprobs_mode": "processed_logprobs", "tensor_parallel_size": 1, "enable_prefix_caching": True,
+    }  # fmt: skip
+    assert expected.items() <= given["engine"].items()
+    if not torch.cuda.is_available():
+        # vLLM dies on a CPU where a prompt with a seed is computed in parts, so all of it fits into a step.
+        assert given["engine"]["enable_chunked_prefill"] is False
+        assert given["engine"]["max_num_batched_tokens"] == 4321 and "enforce_eager" not in given["engine"]
+
+
+def test_another_python_gets_none_of_the_variables_of_this_one(monkeypatch):
+    for name in ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "9")
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    other, same = environment_of("/opt/vllm/bin/python", eager=True), environment_of(sys.executable, eager=True)
+    assert "PYTHONPATH" not in other and "VIRTUAL_ENV" not in other and same["PYTHONPATH"] == "9"
+    assert other["PATH"].startswith("/opt/vllm/bin:") and other["PATH"].endswith(os.environ["PATH"])
+    assert other["VLLM_CPU_KVCACHE_SPACE"] == "9", "the user's"
+    assert other["VLLM_NO_USAGE_STATS"] == "1" and other["VLLM_LOGGING_LEVEL"] == "ERROR"
+
+
+def test_a_request_carries_its_seed():
+    sampling = SamplingParams(max_new_tokens=5, seed=11)
+    request = GenerationRequest([1, 2], sampling, request_id="a", session_id="s")
+    body = VLLMTurn(request, 100, frozenset({3})).body("rid")
+    assert body["sampling_params"]["seed"] == 11 and body["sampling_params"]["stop_token_ids"] == [3]
+
+
+def test_what_runs_in_vllms_process_imports_nothing_else():
+    """Its interpreter may have none of the library's packages."""
+    tree = ast.parse(Path(client._PROCESS).read_text())
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    roots = {name.partition(".")[0] for name in names}
+    assert "vllm" in roots and roots - {"vllm", "torch"} <= sys.stdlib_module_names
+
+
+def test_a_process_that_cannot_import_vllm_is_one_clear_error(tmp_path):
+    (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM of this kind')")
+
+    async def go():
+        made = VLLMClient(
+            {"python": sys.executable, "engine": {"tensor_parallel_size": 1}}, {"PYTHONPATH": str(tmp_path)}
+        )
+        try:
+            with pytest.raises(ConfigError) as caught:
+                await made.start(100.0)
+        finally:
+            await made.stop()
+        return str(caught.value)
+
+    text = asyncio.run(go())
+    assert text.startswith("the vLLM engine could not be started") and "no vLLM of this kind" in text
+    Path(text.partition("log ")[2].partition(";")[0]).unlink()
+
+
+def test_weights_lie_in_a_file_as_plain_bytes_and_the_file_goes_with_the_publisher():
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(5.0) / 7, "c": torch.zeros(0, 4)}
+    seen, paths = {}, set()
+
+    def call(name, body, timeout_s):
+        assert name == "update_weights_from_tensor"
+        data = Path(body["path"]).read_bytes()
+        paths.add(body["path"])
+        for weight, shape, dtype, start in body["entries"]:
+            kind = getattr(torch, dtype)
+            size = kind.itemsize * torch.Size(shape).numel()
+            part = bytearray(data[start : start + size])
+            seen[weight] = torch.frombuffer(part, dtype=kind).view(shape) if size else torch.empty(shape, dtype=kind)
+        assert ("weight_version" in body) is ("c" in seen)
+
+    made = FilePublisher({name: tuple(w.shape) for name, w in weights.items()}, "bfloat16", 9.0, address="127.0.0.1")
+    assert made.publish(weights.items(), 3, 16, [Receiver(call)]) == [None]
+    for name, weight in weights.items():
+        assert torch.equal(seen[name], weight.bfloat16()), name
+    assert len(paths) == 2 and all(Path(path).stat().st_mode & 0o777 == 0o600 for path in paths)
+    made.close()
+    assert not any(Path(path).exists() for path in paths)
+
+
+def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
+    def full(descriptor, start, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publisher.os, "posix_fallocate", full)
+    buckets = FileBuckets({"a": (4,)}, torch.float32)
+    with pytest.raises(EngineError, match=r"/dev/shm could not be had .*No space.*update_weights_bucket_megabytes"):
+        list(buckets.pack([("a", torch.zeros(4))], 100))
+    buckets.close()

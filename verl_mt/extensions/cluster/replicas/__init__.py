@@ -1,0 +1,1 @@
+"""What SGLang's and vLLM's engines share: replicas in processes of their own, routing, restarts, weights."""

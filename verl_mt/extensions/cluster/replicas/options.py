@@ -1,0 +1,95 @@
+"""What an engine is started with, in words that all engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.config_paths import resolve_model_path
+from verl_mt.engines.base import EngineHost
+from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.config import keys_of
+
+KEY = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """The config in an engine's terms."""
+
+    model_path: str
+    max_model_len: int
+    tokenizer_path: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "float32"
+    end_token_ids: frozenset[int] = frozenset()
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    memory_share: float = 0.5
+    free_cache: bool = True
+    seed: int = 0
+    timeout_s: float = 600.0
+    """Deadline of a start, and of any single call that is not `generate`."""
+    servers: tuple[str, ...] = ()
+    """URLs of running servers."""
+    num_launched: int = 0
+    """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
+    hosts: tuple[EngineHost, ...] = ()
+    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
+    transport: str = "auto"
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ActorRolloutRefConfig,
+        *,
+        end_token_ids: Iterable[int],
+        max_model_len: int | None,
+        seed: int,
+        hosts: tuple[EngineHost, ...] = (),
+        **more: Any,
+    ) -> Self:
+        """Raises:
+        ConfigError: no length.
+        """
+        model, rollout, keys = config.model, config.rollout, keys_of(config.rollout)
+        if max_model_len is None:
+            raise ConfigError(f"{KEY}.max_model_len: the {rollout.name} engine needs the longest sequence in tokens")
+        return cls(
+            model_path=resolve_model_path(model.path),
+            tokenizer_path=None if model.tokenizer_path is None else resolve_model_path(model.tokenizer_path),
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            dtype=rollout.dtype or model.dtype,
+            max_model_len=max_model_len,
+            end_token_ids=frozenset(end_token_ids),
+            max_num_seqs=rollout.max_num_seqs,
+            tensor_parallel_size=keys.tensor_model_parallel_size,
+            memory_share=keys.gpu_memory_utilization,
+            free_cache=keys.free_cache_engine,
+            seed=seed,
+            timeout_s=rollout.engine_timeout_s,
+            servers=tuple(url.rstrip("/") for url in keys.servers),
+            num_launched=keys.launch_servers,
+            transport=keys.weight_transport,
+            engine_kwargs=dict(rollout.engine_kwargs),
+            hosts=hosts,
+            **more,
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """An engine takes the GPU where there is one: at its hosts, whatever this machine has."""
+        return any(host.on_gpu for host in self.hosts) if self.hosts else torch.cuda.is_available()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether training has the same devices."""
+        apart = any(host.rank is None for host in self.hosts)
+        return not (apart or self.servers or self.num_launched)

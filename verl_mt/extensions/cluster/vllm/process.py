@@ -1,0 +1,296 @@
+"""vLLM in a process of its own: this file is all that runs there, with the interpreter that has vLLM.
+
+`python process.py FD` imports vLLM and the standard library, nothing of verl_mt. FD is one end of a socket pair. The
+first frame holds vLLM's arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and
+calls run concurrently. When the other end closes, the engine and the process end. Messages are plain data.
+
+vLLM's own processes start as copies of this one, or run this file again as their main module. So the engine that takes
+weights is registered in them too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import mmap
+import multiprocessing
+import os
+import pickle
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import SamplingParams, TokensPrompt, __version__
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+_TRANSFER = "verl_mt_shared_memory"
+_LENGTH = struct.Struct(">Q")
+"""Before each message: its length."""
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
+"""What SGLang's requests and vLLM's call alike."""
+_POLL_S = 0.5
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing is agreed on before the first update."""
+
+
+@dataclass
+class Weights(WeightTransferUpdateInfo):
+    """One part of an update."""
+
+    path: str
+    """A file whose bytes are the tensors (shared memory), or a folder with safetensors where `entries` is empty."""
+    entries: list[list[Any]] = field(default_factory=list)
+    """[name in the checkpoint, shape, torch's name of the dtype, first byte] of each tensor in the file."""
+
+
+class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
+    """Loads weights from memory that another process shares, as vLLM loads a checkpoint: packed copies are made again.
+    Runs in vLLM's workers."""
+
+    init_info_cls = NoInit
+    update_info_cls = Weights
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Layers take checkpoint tensors again."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As vLLM's, which waits for an accelerator also where there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Weights) -> None:
+        """Copies out of the memory: vLLM keeps what it is given until a layer is complete."""
+        if not update_info.entries:
+            files = sorted(glob.glob(os.path.join(glob.escape(update_info.path), "*.safetensors")))
+            if not files:
+                raise ValueError(f"{update_info.path} holds no *.safetensors")
+            self.model.load_weights(safetensors_weights_iterator(files, False))
+            return
+        with open(update_info.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
+            weights = [_copied(shared, *entry) for entry in update_info.entries]
+        self.model.load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        """What was not processed layer by layer is processed now. An output layer that has the embedding's tensor loads
+        none itself: on a CPU its packed copy would stay the old one."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _copied(shared: mmap.mmap, name: str, shape: list[int], dtype: str, start: int) -> tuple[str, torch.Tensor]:
+    kind, count = getattr(torch, dtype), torch.Size(shape).numel()
+    if not count:
+        return name, torch.empty(shape, dtype=kind)
+    return name, torch.frombuffer(bytearray(shared[start : start + kind.itemsize * count]), dtype=kind).view(shape)
+
+
+WeightTransferEngineFactory.register_engine(_TRANSFER, SharedMemoryTransfer)
+
+
+class Host:
+    """Answers frames with the engine.
+
+    Calls, bodies and answers are those of `clients.Client`.
+    """
+
+    def __init__(self, engine: AsyncLLM, connection: socket.socket):
+        self._engine = engine
+        self._connection = connection
+        self._version: str | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until the other end closes, or vLLM's own process is gone."""
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        self._start(self._close_when_dead())
+        while (frame := await _read_frame(reader)) is not None:
+            # Calls overlap: an abort must get through while the request that it ends is being answered.
+            self._start(self._answer(*frame))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close_when_dead(self) -> None:
+        """vLLM's own process may end while nobody asks it for anything."""
+        while not self._engine.errored:
+            await asyncio.sleep(_POLL_S)
+        self._writer.close()
+
+    async def _answer(self, number: int, name: str, body: dict[str, Any]) -> None:
+        answer: tuple[int, str, Any]
+        try:
+            answer = (number, "ok", await getattr(self, name)(**body) or {"success": True})
+        except Exception as error:
+            if self._engine.errored:
+                return  # the other end learns of it when this one closes
+            answer = (number, "error", f"{type(error).__name__}: {error.__cause__ or error}")
+        self._writer.write(_encode(answer))
+
+    async def generate(
+        self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], return_logprob: bool = False
+    ) -> dict[str, Any]:
+        """Sample one turn."""
+        wanted = sampling_params["max_new_tokens"]
+        stops = sampling_params.get("stop") or []
+        sampling = SamplingParams(
+            **{name: sampling_params[name] for name in _SAMPLING if name in sampling_params},
+            max_tokens=max(1, wanted),  # 0 = only the cache of the prompt is wanted
+            logprobs=0 if return_logprob else None,
+            ignore_eos=True,  # a turn ends at the ids that the request names, whatever the model's files say
+            stop=stops,
+            detokenize=bool(stops),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        async for output in self._engine.generate(TokensPrompt(prompt_token_ids=input_ids), sampling, rid):
+            last = output
+        (turn,) = last.outputs
+        if turn.finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended the request: {turn.finish_reason} ({turn.stop_reason})")
+        ids = list(turn.token_ids)[:wanted]
+        return {
+            "meta_info": {
+                "finish_reason": {"type": turn.finish_reason, "matched": turn.stop_reason},
+                "output_token_logprobs": [
+                    (entry[token].logprob, token) for token, entry in zip(ids, turn.logprobs or ())
+                ],
+                "weight_versions": [
+                    {"version": span.version, "start": span.start, "end": span.end}
+                    for span in turn.weight_versions or ()
+                ],
+                "cached_tokens": last.num_cached_tokens or 0,
+            }
+        }
+
+    async def abort_request(self, rid: str) -> None:
+        """End a request with what it has."""
+        await self._engine.abort(rid)
+
+    async def pause_generation(self, mode: str) -> None:
+        """Requests stay; with `retract` they and all others lose their cache."""
+        await self._engine.pause_generation(mode="keep", clear_cache=mode == "retract")
+
+    async def continue_generation(self) -> None:
+        """Go on after a pause."""
+        await self._engine.resume_generation()
+
+    async def flush_cache(self) -> dict[str, Any]:
+        """Whether no request runs, and so the prefix cache is empty now."""
+        busy = self._engine.output_processor.has_unfinished_requests()
+        return {"success": not busy and await self._engine.reset_prefix_cache(), "message": "requests are running"}
+
+    async def begin_weight_update(self) -> None:
+        """Open vLLM's weight-update session."""
+        await self._engine.start_weight_update()
+
+    async def update_weights_from_tensor(
+        self, path: str, entries: list[list[Any]], weight_version: str | None = None
+    ) -> None:
+        """One bucket; `weight_version` comes with the last one."""
+        self._version = weight_version
+        request = WeightTransferUpdateRequest(update_info={"path": path, "entries": entries})
+        await self._engine.update_weights(request)
+
+    async def end_weight_update(self) -> None:
+        """Close the session: caches go, and tokens from here on carry the version."""
+        await self._engine.finish_weight_update(self._version)
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
+        """A whole update."""
+        await self.begin_weight_update()
+        await self.update_weights_from_tensor(model_path, [], weight_version)
+        await self.end_weight_update()
+
+
+def _encode(message: Any) -> bytes:
+    """One frame: a length, then a pickle of plain data. Both ends are verl_mt's, and the socket has no name."""
+    body = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> Any:
+    """The next message; None when the other end is closed."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return pickle.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _first_frame(connection: socket.socket) -> Any:
+    """The next message, for a process that has no event loop yet."""
+    with connection.makefile("rb", buffering=0) as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        body = b""
+        while len(body) < length:
+            body += file.read(length - len(body))
+        return pickle.loads(body)
+
+
+def _fork_children() -> None:
+    """vLLM's processes begin as copies of this one, with all that it has imported; on a CPU vLLM would have each of
+    them import it all again. Not with a GPU, where vLLM decides."""
+    if not torch.cuda.is_available():
+        forks = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment]
+
+
+async def _run(arguments: dict[str, Any], connection: socket.socket) -> None:
+    try:
+        transfer = WeightTransferConfig(backend=_TRANSFER)
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
+    except BaseException as error:
+        connection.sendall(_encode((0, "failed", "".join(traceback.format_exception_only(error)))))
+        raise
+    try:
+        connection.sendall(_encode((0, "ready", {"version": __version__})))
+        connection.setblocking(False)
+        await Host(engine, connection).serve()
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # the other end is to learn of this process's end
+    ours = socket.socket(fileno=descriptor)
+    _fork_children()
+    asyncio.run(_run(_first_frame(ours), ours))
+    os._exit(0)  # taking the imports down takes seconds

@@ -1,0 +1,65 @@
+"""Weights for vLLM engines of the same machine, in files of /dev/shm: plain bytes, whatever torch reads them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mt.engines.base import Receiver
+from verl_mt.errors import EngineError
+from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.buckets import Bucket, Buckets
+from verl_mt.extensions.cluster.replicas.publisher import MemoryPublisher
+
+
+class FileBuckets(Buckets):
+    """Buckets whose buffers have a path."""
+
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype):
+        super().__init__(expected, dtype, device=torch.device("cpu"))
+        self._paths: dict[int, str] = {}
+
+    def path(self, buffer: Tensor) -> str:
+        """Where another process opens this buffer."""
+        return self._paths[buffer.data_ptr()]
+
+    def _allocate(self, size: int, device: torch.device) -> Tensor:
+        path = Path("/dev/shm") / f"verl_mt_weights_{uuid.uuid4().hex}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            shared_memory.mark(path.name, os.getpid())
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            raise EngineError(
+                f"weight update: {size / 2**20:.0f} MiB of shared memory in /dev/shm could not be had ({error}). Make "
+                "/dev/shm larger, or lower actor_rollout_ref.rollout.update_weights_bucket_megabytes"
+            ) from error
+        finally:
+            os.close(descriptor)
+        buffer = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self._paths[buffer.data_ptr()] = str(path)
+        return buffer
+
+
+class FilePublisher(MemoryPublisher):
+    """Each engine is told the path, and copies out of the file."""
+
+    _buckets: FileBuckets
+
+    def _make_buckets(
+        self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | None
+    ) -> FileBuckets:
+        return FileBuckets(expected, dtype)
+
+    def _body(self, bucket: Bucket, receiver: Receiver) -> dict[str, Any]:
+        entries = [
+            [entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start]
+            for entry in bucket.entries
+        ]
+        return {"path": self._buckets.path(bucket.buffer), "entries": entries}
