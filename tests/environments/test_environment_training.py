@@ -147,7 +147,7 @@ def test_a_class_of_a_python_call_is_trained_and_its_rows_are_seeds(tmp_path, no
         (
             [f"{RO}.environment.path={MAZE}:Maze", f"{RO}.multi_turn.scheduler=gym_scheduler"],
             ConfigError,
-            "an environment is played by the tool loop. Remove one of them",
+            "an environment is played by the tool loop, over several turns. Remove one of them",
         ),
         (
             [f"{RO}.environment.path={MAZE}:Maze", f"{RO}.multi_turn.enable=False"],
@@ -157,7 +157,7 @@ def test_a_class_of_a_python_call_is_trained_and_its_rows_are_seeds(tmp_path, no
         (
             [f"{RO}.environment.config={{a: 3}}"],
             ConfigError,
-            "which means something only with actor_rollout",
+            "has no effect unless actor_rollout",
         ),
         (
             [f"{RO}.environment.path={MAZE}:Maze", f"{RO}.interaction_config_file=interaction_configs/checker.yaml"],

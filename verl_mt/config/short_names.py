@@ -18,7 +18,8 @@ from verl_mt.plugins import optional_function
 _ROLLOUT = "actor_rollout_ref.rollout"
 _GIVE_WAY = (
     "critic.", f"{_ROLLOUT}.val_kwargs.", f"{_ROLLOUT}.dtype", f"{_ROLLOUT}.placement", f"{_ROLLOUT}.nnodes",
-    f"{_ROLLOUT}.n_workers_per_node", f"{_ROLLOUT}.environment.", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
+    f"{_ROLLOUT}.n_workers_per_node", f"{_ROLLOUT}.environment.", "reward.placement", "data.seed",
+    "actor_rollout_ref.actor.shuffle",
 )  # fmt: skip
 """Beginnings of keys that a short name does not mean where another key matches. So do the keys of other packages."""
 _EVERY_KEY = "python -m verl_mt.config.write_reference lists all keys"
