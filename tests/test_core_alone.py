@@ -99,6 +99,12 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
             (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard (command line): unknown key"),
+            (("verl_mt.trainer", "--advantage=grpo"), "unknown flag --advantage=grpo; --help lists the flags"),
+            (
+                ("verl_mt.trainer", "data.seed=x", "trainer.n_gpus_per_node=8"),
+                "2 problems in the configuration: - trainer.n_gpus_per_node (command line): unknown key; did you mean "
+                "trainer.n_workers_per_node? - data.seed=x (command line): Value 'x' of type 'str' could not be",
+            ),
             (("verl_mt.trainer", f"{LOSS}=sapo"), "loss_mode: got 'sapo', expected one of 'vanilla', 'gspo', 'cispo',"),
             (("verl_mt.trainer", f"{PARSER}=glm45"), f"unknown tool parser 'glm45'. Registered: {PARSERS}. {MISSING}"),
             (

@@ -219,12 +219,13 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
+        (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),
         (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),
         (
             ["--model", "verl_mt://tiny", "actor_rollout_ref.rollout.multi_turn.scheduler_kwargs={a:1}"],
-            "only with actor_rollout_ref.rollout.multi_turn.scheduler",
+            "unless actor_rollout_ref.rollout.multi_turn.scheduler is set",
         ),
-        (["--model", "verl_mt://tiny", "actor_rollout_ref.model.lora_alpha=64"], "lora_rank (it is 0"),
+        (["--model", "verl_mt://tiny", "actor_rollout_ref.model.lora_alpha=64"], "lora_rank is set (it is 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words, part, capsys):

@@ -208,7 +208,7 @@ def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
     with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref.actor.ppo_epochs, algorithm.gamma; it reads"):
         sft.config_of("x.jsonl", ["actor_rollout_ref.actor.ppo_epochs=2", "algorithm.gamma=0.9"])
-    with pytest.raises(ConfigError, match=r"lora_alpha is 64, which means something only with .*lora_rank \(it is 0"):
+    with pytest.raises(ConfigError, match=r"lora_alpha=64 has no effect unless .*lora_rank is set \(it is 0"):
         sft.config_of("x.jsonl", ["actor_rollout_ref.model.lora_alpha=64"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -50,7 +51,12 @@ def test_no_box_of_the_picture_covers_another_or_leaves_it(picture):
 
 
 def test_every_page_is_in_the_navigation():
-    elsewhere = [REPO / "CONTRIBUTING.md", *REPO.glob("recipes/**/README.md"), *REPO.glob("benchmarks/*.md")]
+    elsewhere = [
+        REPO / "CONTRIBUTING.md",
+        REPO / "AGENTS.md",
+        *REPO.glob("recipes/**/README.md"),
+        *REPO.glob("benchmarks/*.md"),
+    ]
     pages = {page.name for page in (REPO / "docs").glob("*.md")} | {f"pages/{p.relative_to(REPO)}" for p in elsewhere}
     listed = set(re.findall(r": (\S+\.md)$", (REPO / "mkdocs.yml").read_text(), re.MULTILINE))
     assert pages <= listed, sorted(pages - listed)
@@ -83,6 +89,34 @@ def test_code_and_results_outside_of_docs_have_pages(site):
     assert "class RolloutSession" in re.sub(r"<[^>]+>", "", page)
     assert (site / "pages/benchmarks/RESULTS.html").exists()
     assert "ppo_trainer.py" in (site / "index.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_guides_stand_before_tables_in_the_search(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    weight = {doc["location"].partition("#")[0]: doc.get("boost", 1) for doc in index["docs"]}
+    tables = {"configuration.html", "verl_keys.html", "compatibility.html", "pages/benchmarks/RESULTS.html"}
+    assert {weight[page] for page in tables} == {0.02}
+    assert weight["pages/recipes/gsm8k/index.html"] == 0.4
+    guides = {page for page in weight if "/" not in page} - tables - {"capabilities.html", "architecture.html"}
+    assert len(guides) > 30 and {weight[page] for page in guides} == {1}
+    assert index["config"]["fields"]["title"]["boost"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_llms_txt_lists_the_navigation_and_its_links_are_markdown(site):
+    text = (site / "llms.txt").read_text()
+    assert text.startswith("# verl_mt\n\n> ")
+    links = dict(re.findall(r"^- \[[^]]+\]\((\S+)\): (.+)$", text, re.MULTILINE))
+    listed = re.findall(r": (\S+\.md)$", (REPO / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert list(links) == listed
+    for uri, headline in links.items():
+        assert (site / uri).read_text().lstrip().startswith(f"# {headline}\n"), uri
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
+        "Get started", "Tutorials", "How-to", "Explanation", "Reference", "Migration", "Contributing",
+    ]  # fmt: skip
 
 
 BROKEN = ("absent.md", "concepts.md#no-such-heading", "../verl_mt/absent.py")

@@ -25,6 +25,9 @@ _HOMES = {
     "ToolResponse": "tools.schemas",
     "function_tool": "tools.function_tool",
     "BaseInteraction": "interactions.base",
+    "Environment": "environments.base",
+    "Done": "environments.base",
+    "ToolCallError": "errors",
     "Tracker": "trainer.tracking",
     # Give it a name: `samplers["mine"] = MySampler`.
     "loss_scales": "rollout.loss_scale",

@@ -75,6 +75,11 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
     Raises:
         ConfigError: what they say cannot be.
     """
+    if flags := [word for word in overrides if word.startswith("-")]:
+        raise ConfigError(
+            f"unknown flag {' '.join(flags)}. Evaluation takes one configuration: key=value, and the flags that --help "
+            "lists. For sweeps and the other flags of Hydra, use python -m verl_mt.trainer"
+        )
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
     if args.config_path and not args.config:

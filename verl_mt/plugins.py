@@ -225,10 +225,20 @@ def extension_function(name: str) -> Any:
     Raises:
         PluginError: no installed extension does it, or one of its dependencies is missing.
     """
-    path = find_entry_point("verl_mt.functions", name)
-    if path is None:
+    function = optional_function(name)
+    if function is None:
         raise PluginError(f"{name} is done by an extension, and verl_mt/extensions is not installed here")
-    return _load_entry_point("verl_mt.functions", name, path, name)
+    return function
+
+
+def optional_function(name: str) -> Any:
+    """The same; None where no installed extension does it.
+
+    Raises:
+        PluginError: one of its dependencies is missing.
+    """
+    path = find_entry_point("verl_mt.functions", name)
+    return path and _load_entry_point("verl_mt.functions", name, path, name)
 
 
 def _load_entry_point(group: str | None, name: str, path: str, what: str) -> Any:
@@ -309,8 +319,8 @@ _CHANGED_DTYPE: set[str] = set()
 def _instead_of(error: BaseException) -> str:
     """What an extension advises about a missing module of this package; "" = it knows none."""
     name = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    path = find_entry_point("verl_mt.functions", "missing_module") if name.startswith("verl_mt.") else None
-    return str(load_object(path, what="missing_module")(name)) if path else ""
+    advice = optional_function("missing_module") if name.startswith("verl_mt.") else None
+    return str(advice(name)) if advice else ""
 
 
 def import_plugins(paths: Iterable[str]) -> list[ModuleType]:

@@ -20,9 +20,10 @@ import functools
 import inspect
 import logging
 import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -105,12 +106,22 @@ class UserCode:
         return await self.run(function, args, kwargs, timeout_s=timeout_s)
 
     async def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, timeout_s: float
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        timeout_s: float,
+        thread: OwnThread | None = None,
     ) -> Any:
-        """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does."""
+        """`function(*args, **kwargs)`, awaited where it is awaitable, off the caller's loop. Raises as `call` does.
+
+        Args:
+            thread: where a plain function runs; None = in a thread of its own.
+        """
         call = _Call(f"{getattr(function, '__name__', type(function).__name__)} of {self._name}")
         try:
-            outcome = await _with_deadline(self._outcome(call, function, args, kwargs), timeout_s)
+            outcome = await _with_deadline(self._outcome(call, function, args, kwargs, thread), timeout_s)
         except CallTimeout as late:
             raise await _explained(late, call) from None
         finally:
@@ -119,12 +130,17 @@ class UserCode:
         return outcome.unwrap()
 
     async def _outcome(
-        self, call: _Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: _Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        thread: OwnThread | None,
     ) -> _Outcome:
         """Runs on the caller's loop. Waits for the object's loop, or for a thread and then for what it returned."""
         if is_async_callable(function):
             return await self._on_loop(call, functools.partial(function, *args, **kwargs))
-        outcome = await _in_thread(function, args, kwargs, self._name)
+        outcome = await _in_thread(function, args, kwargs, self._name, thread)
         return await self._on_loop(call, lambda: outcome.value) if inspect.isawaitable(outcome.value) else outcome
 
     async def _on_loop(self, call: _Call, work: Callable[[], Any]) -> _Outcome:
@@ -258,6 +274,33 @@ def user_code_of(target: Any, base: type, name: str) -> UserCode:
     return code
 
 
+_CLOSING = "closing"
+
+
+def closing_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that frees what user code holds. `end_tasks` waits for it and does not cancel it. Runs on the caller's
+    loop and waits for nothing."""
+    return asyncio.create_task(coroutine, name=_CLOSING)
+
+
+async def end_tasks(tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
+    """Cancel tasks and let them run their `finally` blocks. Runs on the tasks' loop. Waits until none is left.
+
+    No task is cancelled twice: a second cancellation would break into its `finally`.
+
+    Args:
+        tasks: those that are there now; asked again until all of them are done.
+    """
+    while running := [task for task in tasks() if not task.done()]:
+        for task in running:
+            if isinstance(task, asyncio.Task) and not task.cancelling() and task.get_name() != _CLOSING:
+                task.cancel()
+        await asyncio.wait(running)
+        for task in running:
+            if not task.cancelled():
+                task.exception()  # who gave up does not ask for it
+
+
 async def in_daemon_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a blocking function in a daemon thread: it neither blocks the loop nor keeps the process alive.
 
@@ -281,10 +324,48 @@ async def _with_deadline(coroutine: Coroutine[Any, Any, T], timeout_s: float) ->
         raise
 
 
+class OwnThread:
+    """A daemon thread for the plain calls of one object, which run one after the other.
+
+    What they open (a SQLite connection, a browser) stays in its thread. The thread starts with the first call.
+
+    Args:
+        name: of the thread, for the log.
+    """
+
+    def __init__(self, name: str):
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self.unfinished = 0
+        """Calls that were put here and have not ended."""
+
+    def put(self, job: Callable[[], None]) -> threading.Thread:
+        """Run a job after the earlier ones. Runs on the caller's loop and waits for nothing."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self.unfinished += 1
+        self._jobs.put(job)
+        return self._thread
+
+    def end(self) -> None:
+        """End the thread after the last job. Runs on the caller's loop and waits for nothing."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        """Runs in this thread. Waits for jobs."""
+        while (job := self._jobs.get()) is not None:
+            job()
+            self.unfinished -= 1
+
+
 async def _in_thread(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    own: OwnThread | None = None,
 ) -> _Outcome:
-    """Runs on the caller's loop. Waits for a new thread, which is left behind if the caller gives up."""
+    """Runs on the caller's loop. Waits for a thread, which is left behind if the caller gives up."""
     _check_hanging(name)
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     reply: asyncio.Future[_Outcome] = loop.create_future()
@@ -295,7 +376,9 @@ async def _in_thread(
             reply.set_result(outcome)
 
     def work() -> None:
-        """Runs in the new thread. Waits for the user's code."""
+        """Runs in the thread. Waits for the user's code, which does not begin once the caller has given up."""
+        if reply.cancelled():
+            return
         try:
             outcome = _Outcome(value=context.run(function, *args, **kwargs))
         except BaseException as error:
@@ -304,8 +387,11 @@ async def _in_thread(
         with contextlib.suppress(RuntimeError):  # the caller's loop has ended
             loop.call_soon_threadsafe(answer, outcome)
 
-    thread = threading.Thread(target=work, daemon=True, name=name)
-    thread.start()
+    if own is None:
+        thread = threading.Thread(target=work, daemon=True, name=name)
+        thread.start()
+    else:
+        thread = own.put(work)
     try:
         return await reply
     except asyncio.CancelledError:

@@ -1,7 +1,10 @@
-"""mkdocs' hooks of the site: files outside of `docs/` that pages link to get a page too.
+"""mkdocs' hooks of the site: pages for files outside of `docs/`, ranks in the search, and `llms.txt`.
 
 `README.md` is the first page. A Markdown file elsewhere becomes `pages/<path>.md`, code becomes `source/<path>.md`, a
-folder a list of what is in it, a picture is copied. Links are rewritten to them; those on GitHub stay as they are.
+folder a list of its modules, a picture is copied. Links are rewritten to them. On GitHub they stay unchanged.
+
+`llms.txt` (https://llmstxt.org) lists the pages of the navigation for coding assistants. It links to the Markdown of
+each page, which lies beside the page's HTML.
 """
 
 from __future__ import annotations
@@ -23,6 +26,17 @@ _CODE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(\]\(\s*<?)([^)\s>#]+)(#[^)\s>]*)?(>?[^)]*\))")
 _FILES: dict[str, Path] = {}
 """Page of the site -> the file of the repository that it is made from."""
+_BEHIND = {
+    0.02: (
+        "configuration.md", "verl_keys.md", "compatibility.md", "capabilities.md", "architecture.md",
+        "pages/benchmarks/RESULTS.md", "pages/benchmarks/README.md", "pages/CHANGELOG.md", "pages/CONTRIBUTING.md",
+        "pages/AGENTS.md",
+    ),
+    0.4: ("pages/recipes/",),
+}  # fmt: skip
+"""Weight in the search -> how these pages begin. A guide has 1: it answers questions, where tables name every word."""
+_TEXTS: dict[str, str] = {}
+"""Page -> its Markdown, as `llms.txt` links to it."""
 
 
 def on_config(config: Any) -> Any:
@@ -34,11 +48,13 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add a page for every file that a page links to, and for those that these link to."""
     _FILES.clear()
+    _TEXTS.clear()
     for file in files.documentation_pages():
         _FILES[file.src_uri] = DOCS / file.src_uri
     _FILES["index.md"] = REPO / "README.md"
     files.append(File.generated(config, "index.md", content=(REPO / "README.md").read_text()))
-    waiting = list(_FILES.values()) + [REPO / path for path in _nav_files(config.nav)]
+    listed = [uri for _, uri in _pages(config.nav) if uri.startswith("pages/")]
+    waiting = list(_FILES.values()) + [_file_of(uri) for uri in listed]
     for path in waiting:
         if path not in _FILES.values():
             _add(path, files, config)
@@ -48,7 +64,38 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links at the pages that were made."""
+    """Point links at the pages that were made, and rank tables and studies behind guides."""
+    for weight, pages in _BEHIND.items():
+        if page.file.src_uri.startswith(pages):
+            page.meta["search"] = {"boost": weight}
+    _TEXTS[page.file.src_uri] = text = _linked(markdown, page)
+    return text
+
+
+def on_post_build(config: Any) -> None:
+    """Write `llms.txt`, and the Markdown of the pages that it lists."""
+    site = Path(config.site_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section in config.nav:
+        ((name, entries),) = section.items()
+        lines += ["", f"## {name}", ""]
+        for title, uri in _pages(entries):
+            (headline,) = re.findall(r"\A\s*# (.*)", _TEXTS[uri])
+            lines.append(f"- [{title}]({uri}): {headline}")
+            (site / uri).write_text(_TEXTS[uri])
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def _pages(entries: list[Any]) -> list[tuple[str, str]]:
+    """Titles and pages of a part of the navigation, in order."""
+    found: list[tuple[str, str]] = []
+    for entry in entries:
+        ((title, value),) = entry.items()
+        found += _pages(value) if isinstance(value, list) else [(title, value)]
+    return found
+
+
+def _linked(markdown: str, page: Any) -> str:
     source = _FILES.get(page.file.src_uri)
     if source is None or source.suffix != ".md":
         return markdown
@@ -85,17 +132,6 @@ def _existing(entries: list[Any]) -> list[Any]:
 
 def _file_of(uri: str) -> Path:
     return REPO / uri.removeprefix("pages/") if uri.startswith("pages/") else DOCS / uri
-
-
-def _nav_files(entries: list[Any]) -> list[str]:
-    found: list[str] = []
-    for entry in entries:
-        value = next(iter(entry.values()))
-        if isinstance(value, list):
-            found += _nav_files(value)
-        elif value.startswith("pages/"):
-            found.append(value.removeprefix("pages/"))
-    return found
 
 
 def _targets(page: Path) -> list[Path]:

@@ -8,7 +8,7 @@
 `Model` and `Work` say what is to be done, `Machine` how fast it is done; `predict` divides the one by the other. Every
 term is a quantity over a rate, terms add up (nothing overlaps unless a line below says so), and the largest term is the
 next bottleneck. A `Machine` is fitted to finished runs (`fit.py`), or written by hand. `check.py` measures how wrong
-the formula is on runs that were not used to fit it; docs/scaling.md has the result.
+the formula is on runs that were not used to fit it; benchmarks/RESULTS.md has the result.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.checks import reject_unused_keys
-from verl_mt.config.compose import compose, config_of_command
-from verl_mt.config.normalize import normalize_overrides, split_argv
+from verl_mt.config.compose import Command, compose, config_of_command
+from verl_mt.config.normalize import normalize_overrides
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.errors import ConfigError, UnknownKeyError
+from verl_mt.extensions.compat.aliases.families import families
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations
 
@@ -64,11 +64,12 @@ def test_the_documents_launch_command_composes():
 def test_flags_of_hydra_and_overrides_are_left_alone():
     argv = ["--config-name", "tiny", "--cfg", "job", "data.seed=3", "--colocate", "data.shuffle=False", "--lr=1e-5"]
     argv += ["--prompt-data", "/data/split=train/x.jsonl", "--use-tis", "--weight-decay", "-1", "--use-kl-loss"]
-    assert split_argv(argv) == (
-        ["--config-name", "tiny", "--cfg", "job"],
-        ["data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5", "prompt_data=/data/split=train/x.jsonl",
-         "use_tis=True", "weight_decay=-1", "use_kl_loss=True"],
-    )  # fmt: skip
+    command = Command(argv, None, "test")
+    assert (command.file, command.flags.cfg) == ("tiny", "job")
+    assert command.overrides == [
+        "data.seed=3", "colocate=True", "data.shuffle=False", "lr=1e-5", "prompt_data=/data/split=train/x.jsonl",
+        "use_tis=True", "weight_decay=-1", "use_kl_loss=True",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,9 @@ def test_one_sample_per_prompt_is_refused_unless_a_function_makes_the_group():
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("interaction_config_file=x.yaml", "interaction_config_file does not go with"),
-        ("multi_turn.loss_scale=last_round", "multi_turn.loss_scale does not go with"),
-        ("multi_turn.train_prompt_assistants=True", "train_prompt_assistants does not go with"),
+        ("interaction_config_file=x.yaml", "interaction_config_file=x.yaml does not go with"),
+        ("multi_turn.loss_scale=last_round", "multi_turn.loss_scale=last_round does not go with"),
+        ("multi_turn.train_prompt_assistants=True", "train_prompt_assistants=True does not go with"),
         ("multi_turn.enable=False", "multi_turn.enable=False does not go with"),
     ],
 )
@@ -117,7 +118,7 @@ def test_what_a_generate_function_decides_itself_is_refused_beside_it(word, text
 
 
 def test_settings_of_a_function_that_is_not_named_are_refused():
-    with pytest.raises(ConfigError, match=r"custom_generate_kwargs is .* only with .*custom_generate_function_path"):
+    with pytest.raises(ConfigError, match=r"custom_generate_kwargs=.* unless .*custom_generate_function_path"):
         reject_unused_keys(compose(["actor_rollout_ref.rollout.custom_generate_kwargs={a:1}"]))
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.checks import check
-from verl_mt.config.compose import compose, config_of_command
-from verl_mt.config.normalize import split_argv
+from verl_mt.config.compose import Command, compose, config_of_command
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import families
 
 ROWS = families()["ms-swift"].rows
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_ms_swift.md"
@@ -58,11 +57,10 @@ def test_the_engine_type_is_a_switch():
 
 
 def test_flags_with_several_values_and_without_one():
-    argv = ["--external_plugins", "a.py", "b.py", "--vllm_server_pass_dataset", "--max_turns=3", "data.seed=3", "--cfg"]
-    assert split_argv(argv) == (
-        ["--cfg"],
-        ['external_plugins=["a.py", "b.py"]', "vllm_server_pass_dataset=True", "max_turns=3", "data.seed=3"],
-    )
+    argv = ["--external_plugins", "a.py", "b.py", "--vllm_server_pass_dataset", "--max_turns=3", "data.seed=3", "-r"]
+    assert Command(argv, None, "test").overrides == [
+        'external_plugins=["a.py", "b.py"]', "vllm_server_pass_dataset=True", "max_turns=3", "data.seed=3",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

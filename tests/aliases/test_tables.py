@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from tables import one_of_each
 
-from verl_mt.config.alias_tables import Alias, aliases, families
 from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.compat.aliases import converters
+from verl_mt.extensions.compat.aliases.families import Alias, aliases, families
 from verl_mt.extensions.compat.aliases.table import read_table
 
 ROWS = [pytest.param(row, id=row.name) for row in aliases().values()]
@@ -112,7 +112,7 @@ def test_a_name_of_ours_stays_ours():
         assert row.name == row.to or row.name not in leaves(), row.name
         assert row.name != row.to or row.convert or row.name == "external_plugins", row.name
     ours = {key.partition(".")[0] for key in leaves()} - {"external_plugins"}
-    flags = {*families()["slime"].rows, *families()["ms-swift"].rows}
+    flags = {name for family in ("slime", "ms-swift", "trl") for name in families()[family].rows}
     assert not ours & flags
 
 
@@ -126,7 +126,7 @@ def test_a_name_in_two_tables_means_one_thing():
 def test_every_converter_is_named_by_a_row():
     text = "".join(file.read_text() for file in FOLDER.glob("*.txt") if not file.stem.endswith("_defaults"))
     cells = {cell.strip() for line in text.splitlines() for cell in line.split("|")[2:3]}
-    apart = {"slime_flags", "swift_flags", "settle_verl", "settle_slime", "settle_swift"}
+    apart = {"verl_page", "slime_flags", "swift_flags", "settle_verl", "settle_slime", "settle_swift"}
     made = {
         name
         for name, value in vars(converters).items()
@@ -137,12 +137,15 @@ def test_every_converter_is_named_by_a_row():
 
 @pytest.mark.slow
 def test_a_command_in_our_own_names_reads_no_table():
-    text = "import sys; from verl_mt.config.compose import compose; compose(['data.seed=1', 'trainer.logger=[file]'])"
+    text = "import sys; from verl_mt.config.compose import compose, to_config; "
+    text += "compose(['data.seed=1', 'trainer.logger=[file]']); "
+    text += "to_config({'trainer': {'seed': '3'}, 'reward.path': 'exact_match', 'reward': {'kwargs': {'lr': 1}}})"
     done = subprocess.run(
         [sys.executable, "-c", text + "; print([m for m in sys.modules if 'extensions' in m])"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    declared = ["", ".cluster", ".cluster.config", ".inspection", ".inspection.config"]  # keys of extensions
+    owners = ("asynchronous", "cluster", "compat", "inspection", "toolbox")  # of keys, or checks of some
+    declared = ["", *(f".{name}{part}" for name in owners for part in ("", ".config"))]
     assert done.stdout.strip() == str([f"verl_mt.extensions{name}" for name in declared])
 
 
@@ -153,7 +156,7 @@ def test_the_tables_are_packed_with_the_code():
     assert FOLDER.relative_to(root).parts[0] in build["packages"]
     ignored = (root / ".gitignore").read_text().split()
     tables = {file.name for file in FOLDER.glob("*.txt")}
-    assert tables == {"verl.txt", "verl_defaults.txt", "slime.txt", "ms_swift.txt"}
+    assert tables == {"verl.txt", "verl_defaults.txt", "slime.txt", "ms_swift.txt", "trl.txt"}
     assert not [(name, pattern) for name in tables for pattern in ignored if fnmatch(name, pattern)]
 
 

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from reference_data import SHARED_DATA
 from tables import newest_first
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.normalize import normalize_items
+from verl_mt.extensions.compat.aliases.families import families
 
 
 def test_the_page_is_what_the_tables_give():

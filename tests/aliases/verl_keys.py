@@ -9,8 +9,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from verl_mt.config.alias_tables import Alias, families
 from verl_mt.config.schema import leaves, open_parent
+from verl_mt.extensions.compat.aliases.families import Alias, families
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl_keys.md"
 HEAD = """# verl's keys

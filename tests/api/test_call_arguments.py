@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 from verl_mt.api.arguments import TAKES_OBJECTS, CallArguments, full_key
 from verl_mt.config.compose import compose
-from verl_mt.config.schema import leaves, open_parent, sections
+from verl_mt.config.schema import leaves, open_parent
 from verl_mt.data.dataset import load_rows
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError
 from verl_mt.interactions.base import BaseInteraction
@@ -86,48 +85,18 @@ def test_every_key_has_its_full_name_in_python(key):
 
 
 def test_an_ambiguous_name_says_what_it_may_mean_and_what_to_write():
-    with pytest.raises(
-        UnknownKeyError, match=r"lr may mean .*actor\.optim\.lr or critic\.optim\.lr: write actor__optim__lr, critic__"
-    ):
-        full_key("lr", critic=True)
-    with pytest.raises(UnknownKeyError, match=r"path may mean actor_rollout_ref\.model\.path or reward\.path: write"):
+    with pytest.raises(UnknownKeyError) as caught:
         full_key("path")
-
-
-def test_short_names_are_those_of_training_and_of_the_policy():
-    """Of 30 last parts that several keys have, three are still refused."""
-    ends: dict[str, list[str]] = defaultdict(list)
-    for key in (*leaves(), *sections()):
-        ends[key.rpartition(".")[2]].append(key)
-    several = [name for name, keys in ends.items() if len(keys) > 1]
-    meant, refused = {}, []
-    for name in several:
-        try:
-            meant[name] = full_key(name)
-        except UnknownKeyError:
-            refused.append(name)
-    assert len(several) > 25 and refused == ["path", "name", "enable"]
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    expected = {
-        "lr": f"{actor}.optim.lr", "grad_clip": f"{actor}.grad_clip", "n": f"{rollout}.n", "nnodes": "trainer.nnodes",
-        "temperature": f"{rollout}.temperature", "seed": "trainer.seed", "shuffle": "data.shuffle",
-        "dtype": "actor_rollout_ref.model.dtype",
-    }  # fmt: skip
-    assert {name: meant[name] for name in expected} == expected
-
-
-def test_with_a_critic_its_learning_rate_has_to_be_told_from_the_policys():
-    given = CallArguments()
-    with pytest.raises(UnknownKeyError, match="lr may mean"):
-        given.keys({"lr": 1e-4, "adv_estimator": "gae"})
-    given.keys({"lr": 1e-4, "adv_estimator": "rloo"})
-    assert given.words == ["actor_rollout_ref.actor.optim.lr=0.0001", "algorithm.adv_estimator='rloo'"]
+    assert str(caught.value) == (
+        "path may mean actor_rollout_ref.model.path or reward.path: "
+        "write actor_rollout_ref__model__path or reward__path"
+    )
 
 
 def test_an_unknown_name_is_refused_with_what_is_close():
     with pytest.raises(UnknownKeyError, match=r"totl_training_steps: .* did you mean trainer.total_training_steps"):
         full_key("totl_training_steps")
-    with pytest.raises(UnknownKeyError, match=r"zebra: .*docs/configuration.md"):
+    with pytest.raises(UnknownKeyError, match=r"zebra: .* lists all keys"):
         full_key("zebra")
     given = CallArguments()
     given.keys({"trainer__total_step": 3})

@@ -142,15 +142,15 @@ def template_files(shared_data: Path) -> list[Path]:
 
 PITFALLS = {
     "P10": "The template raises on this order of roles.",
-    "P13": "No way of giving call arguments comes out right: escaped, encoded twice, or refused.",
-    "P14": "Null content; transformers drops the key and the template needs it.",
-    "P15": "The template does not show the turn that is being answered.",
-    "P16": "A message, a call or the tool list is left out without a word, or the template raises on it.",
-    "P18": "The end of a turn is written in more than one way.",
+    "P13": "No form of call arguments is rendered correctly: they are escaped, encoded twice, or refused.",
+    "P14": "Null content: transformers drops the key and the template needs it.",
+    "P15": "The template leaves out the turn that is being answered.",
+    "P16": "The template leaves out a message, a call or the tool list without an error, or raises on it.",
+    "P18": "The template writes the end of a turn in several forms.",
     "P23": "The tokenizer class gives other ids than the folder's `tokenizer.json`.",
-    "P24": "The template cannot run here: the sandbox forbids it, it needs a tool list or a variable of its own.",
+    "P24": "The template cannot run: the sandbox forbids it, or it needs a tool list or its own variable.",
     "P25": "The template does not end: a loop in it is stopped after 3 seconds of processor time.",
-    "P26": "A turn is not recorded as the template writes it: the engine stops inside it, or other ids follow it.",
+    "P26": "A sampled turn is not recorded as the template writes it: the engine stops inside it, or other ids follow.",
 }
 """The causes that a refusal can carry."""
 
@@ -212,27 +212,47 @@ _INTRODUCTION = """# Chat templates
 
 <!-- Written by tests/chat/conformance_table.py; a test compares it with the code. -->
 
-What verl_mt finds when it probes published chat templates (transformers' Jinja sandbox, each template on a small
-tokenizer that has its control tokens). `yes`: the shape is rendered, and its tokens are accounted for exactly.
-`refused`: it is not, for the cause given. A run that needs user turns, tool schemas or tool results (or a prompt
-without tools) on a template that refuses them stops before its first step and names the cause.
+Check your model's chat template before you train:
 
-At load, sampled turns are replayed: plain answers, answers with reasoning, an empty one, one and two calls, calls with
-reasoning or text, turns after a user turn and after a tool result. The template's own rendering minus the generation
-prompt is what the model would sample. The engine's stop tokens must not cut it, and what a rollout records behind it
-must be, id by id, what the template writes. A run that needs a shape that does not reproduce stops with P26.
+```bash
+python -m verl_mt.check_template --model PATH
+```
 
-The three columns about calls concern full renderings only: in a rollout the model's own call is kept as it was sampled,
-so tool results follow it even where the template could not write the call again. *Arguments* is how call arguments
-are handed to the template; *tool parser* is the [one](tool_parsers.md) that reads the calls it writes.
+The table below has the results for published templates. Each was probed in transformers' Jinja sandbox, on a small
+tokenizer with the template's control tokens.
 
-*Append-only* is measured: what a rollout records of three plain turns without reasoning (`verl_mt.chat.replay`) is, id
-by id up to the last end of turn, what the template makes of the same messages. A template without this remark writes
-plain turns in another way than they were sampled, or cannot do without reasoning. *Drops old reasoning*, *rewrites
-turns with calls* and *tools move* are about full renderings too, and may stand beside it: a rollout never rewrites what
-the model saw. With `multi_turn.use_inference_chat_template: True` a conversation stays in one record only where none of
-this applies to it; `python -m verl_mt.doctor` says so for the run, `python -m verl_mt.check_template --model PATH` for
-your own model.
+## Read the table
+
+- `yes`: the template renders this shape, and every token is accounted for exactly.
+- `refused`: it does not, for the [cause](#causes) in the cell. If your run needs a refused shape, it stops before its
+  first step and names the cause. A run may need user turns, tool schemas, tool results, or a prompt without tools.
+- *Calls in history*, *parallel calls* and *text beside a call* are about full renderings only. A rollout keeps the
+  model's call as it was sampled. So tool results follow it, even if the template cannot write the call again.
+- *Arguments*: the form of call arguments that the template needs.
+- *Tool parser*: the [parser](tool_parsers.md) that reads the template's calls.
+
+Remarks:
+
+- *append-only*: the record of three plain turns without reasoning (`verl_mt.chat.replay`) equals the template's
+  rendering of the same messages, id by id up to the last end of turn. A template without this remark renders plain
+  turns differently than they were sampled, or needs reasoning.
+- *drops old reasoning*, *rewrites turns with calls*, *tools move to the last user turn*: the template rewrites history
+  in full renderings. Such a template may be append-only too. A rollout never rewrites its record.
+
+With `multi_turn.use_inference_chat_template: True`, a conversation stays in one record only if the template does none
+of these three. `python -m verl_mt.doctor` tells you for your run.
+
+## How a template is probed
+
+When a model is loaded, sampled turns are replayed:
+
+- plain answers, answers with reasoning, and an empty answer
+- one call and two calls, calls with reasoning or text
+- turns after a user turn and after a tool result.
+
+The template's rendering minus the generation prompt stands for the sampled turn. The engine's stop tokens must not cut
+it. The tokens that a rollout records behind it must equal the template's, id by id. If your run needs a shape that does
+not reproduce, it stops with P26.
 
 ## Causes
 """

@@ -25,7 +25,7 @@ def test_the_table_names_every_parser_with_its_aliases():
 
 
 def test_forms_shown_in_the_table_are_read_by_their_parsers():
-    shown = re.findall(r"`([^`]*(?:\"q\"|>q<|=q>)[^`]*)`", PAGE.split("## What all")[0])
+    shown = re.findall(r"`([^`]*(?:\"q\"|>q<|=q>)[^`]*)`", PAGE.split("## Rules of all")[0])
     row_of = {
         form: names_in(row)[0] for row in re.findall(r"^\| `.*\|$", PAGE, re.MULTILINE) for form in shown if form in row
     }

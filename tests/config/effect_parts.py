@@ -16,6 +16,7 @@ from vision_toys import image_processor, vision_model, vision_tokenizer
 
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.sampler import ShuffledSampler
+from verl_mt.environments.base import Environment
 from verl_mt.extensions.compat.rollout.custom_generate import GenerateState, post
 from verl_mt.extensions.compat.rollout.scheduler import MultiTurnScheduler
 from verl_mt.extensions.compat.slime_sample import Sample
@@ -74,6 +75,21 @@ class Backwards(ShuffledSampler):
 
     def row_at(self, position):
         return self._rows[-(self.start + position) % len(self._rows)]
+
+
+def in_maze(num_rows, seed, split):
+    return [{**row, "environment": "maze"} for row in problems(num_rows=num_rows, seed=seed, split=split)]
+
+
+class Maze(Environment):
+    def __init__(self, size: int = 9):
+        self.size = size
+
+    def reset(self, **row):
+        return f"The maze has {self.size} rooms."
+
+    def score(self):
+        return 0.5
 
 
 class Slow(Calculator):

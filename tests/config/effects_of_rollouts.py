@@ -26,6 +26,8 @@ def around(overrides: tuple[str, ...]) -> str:
 AHEAD = ("trainer.max_staleness=1", "trainer.deterministic=False")
 SGLANG = (f"{RO}.name=sglang",)
 ON_RAY = (*SGLANG, "trainer.placement=ray")
+MAZE = (NO_TOOLS, f"{RO}.environment.path=effect_parts:Maze")
+IN_MAZE = (NO_TOOLS, "data.val_files=effect_parts:in_maze")
 ROLLOUT = {
     "name": Effect(
         "scripted",
@@ -83,6 +85,9 @@ ROLLOUT = {
     ),
     "custom_generate_kwargs": Effect("{own: 5}", "what the function is given", talk("answers"), GENERATES),
     "interaction_config_file": Effect(lambda: parts.interaction_file("Patient"), "a user answers", talk("answers")),
+    "environment.path": Effect("effect_parts:Maze", "the prompt", talk("answers"), (NO_TOOLS,)),
+    "environment.config": Effect("{size: 1}", "what the class is made with", talk("answers"), MAZE),
+    "environment.named": Effect("{maze: effect_parts:Maze}", "the prompt", talk("answers"), IN_MAZE),
     "tool_kwargs.tools_config_file": Effect("null", "the prompt shows no tools", probes.drawn),
     "trace.backend": Effect("otel_file", "a file of spans", probes.files, NOT_VALIDATED),
     "val_kwargs.n": Effect("2", "samples of a validation prompt", probes.val_rows, VALIDATES),
@@ -105,7 +110,7 @@ MULTI_TURN = {
         "one turn: who gives an interaction is refused",
         talk("answers"),
         (NO_TOOLS, user("Patient")),
-        refused="switch multi-turn on",
+        refused="needs several turns",
     ),
     "max_assistant_turns": Effect("2", "turns", talk("calls always"), (f"{RO}.response_length=400",)),
     "max_user_turns": Effect("1", "turns of the user", talk("answers"), (user("Patient"),)),

@@ -24,7 +24,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from verl_mt.config.compose import hydra_main
+from verl_mt.config import hydra_source
+from verl_mt.config.compose import hydra_main, register, to_config
 from verl_mt.config.schema import Config, schema
 
 SEEN = "HYDRA_PROGRAM_SEEN"
@@ -46,6 +47,9 @@ def record(content: dict[str, Any]) -> None:
 
 def ours(config: Config) -> None:
     record(dataclasses.asdict(config))
+    folder = Path(str(config.trainer.default_local_dir))
+    if folder.is_dir():  # of a job of a sweep
+        (folder / "FINISHED").touch()
 
 
 def bare(tree: DictConfig) -> None:
@@ -76,6 +80,18 @@ def run_bare(words: Sequence[str]) -> None:
         GlobalHydra.instance().clear()
 
 
+def run_registered(words: Sequence[str]) -> None:
+    """A program with its own `@hydra.main`, which calls `verl_mt.register()`."""
+    before, sys.argv = sys.argv, ["hydra_program", *words]
+    register()
+    try:
+        hydra.main(version_base="1.3", config_path=str(Path("conf").absolute()))(lambda tree: ours(to_config(tree)))()
+    finally:
+        sys.argv = before
+        GlobalHydra.instance().clear()
+        hydra_source._REGISTERED.clear()  # the next program of this process is another one
+
+
 def outcome(run: Callable[[Sequence[str]], None], words: Sequence[str], seen: Path) -> tuple[int, list[str], str]:
     """(exit status, the configurations, what was printed) of a program in this process.
 
@@ -96,6 +112,16 @@ def outcome(run: Callable[[Sequence[str]], None], words: Sequence[str], seen: Pa
             for name in ("hydra", "__main__"):
                 logging.getLogger(name).setLevel(logging.NOTSET)
     return int(status or 0), seen.read_text().splitlines() if seen.exists() else [], out.getvalue() + err.getvalue()
+
+
+def both(folder: Path, words: list[str], run: Callable[[Sequence[str]], None] = run_ours) -> tuple[list[str], str, str]:
+    """The configurations and what each printed, where both agree on the first and on whether it works."""
+    theirs = outcome(run_bare, words, folder / "bare.jsonl")
+    mine = outcome(run, words, folder / "ours.jsonl")
+    refused = 1 if run is run_registered else 2
+    assert mine[0] == (refused if theirs[0] else 0), (theirs, mine)
+    assert sorted(mine[1]) == sorted(theirs[1]), (theirs[2], mine[2])
+    return mine[1], mine[2], theirs[2]
 
 
 if __name__ == "__main__":

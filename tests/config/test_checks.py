@@ -10,7 +10,7 @@ import pytest
 
 from verl_mt.config.checks import check, reject_unused_keys
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import normalize_overrides
+from verl_mt.config.normalize import normalize_overrides, raise_problems
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 
@@ -24,7 +24,9 @@ tiny = functools.cache(compose)
 def changed(overrides: Sequence[str]) -> Config:
     """The default task with overrides, without a composition for each."""
     config = copy.deepcopy(tiny())
-    for item in normalize_overrides(list(overrides))[1].items:
+    outcome = normalize_overrides(list(overrides))[1]
+    raise_problems(outcome.problems)
+    for item in outcome.items:
         *parents, last = item.key.split(".")
         node = functools.reduce(lambda n, p: n[p] if isinstance(n, dict) else getattr(n, p), parents, config)
         if isinstance(node, dict):
@@ -47,7 +49,10 @@ def test_the_schemas_defaults_pass():
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ([f"{ROLLOUT}.multi_turn.enable=False"], ["tools_config_file", "enable is False"]),
+        (
+            [f"{ROLLOUT}.multi_turn.enable=False"],
+            ["tools_config_file=tools_configs/calculator.yaml does not go with", "enable=False"],
+        ),
         ([f"{ROLLOUT}.multi_turn.max_assistant_turns=1"], ["max_assistant_turns is 1", "tools are given"]),
         ([f"{ROLLOUT}.top_p=0.9"], ["top_p is 0.9", "val_kwargs.top_p"]),
         ([f"{ROLLOUT}.top_k=20"], ["top_k is 20"]),
@@ -62,22 +67,28 @@ def test_the_schemas_defaults_pass():
             ["trainer.n_gpus_per_node=129", f"{ROLLOUT}.name=sglang", "data.train_batch_size=16"],
             ["128 sequences", "129 ranks"],
         ),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ["tensor_model_parallel_size is 2", "sglang"]),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2"],
+            ["tensor_model_parallel_size=2 has no effect", "name=sglang and", "(name is local, servers is [])"],
+        ),
         ([f"{ROLLOUT}.engine_kwargs.a=1"], ["engine_kwargs", "sglang"]),
         ([f"{ROLLOUT}.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "sglang"]),
         ([f"{ROLLOUT}.max_model_len=256"], ["max_model_len (256)", "(256)"]),
         ([f"{ACTOR}.ppo_max_token_len=300"], ["ppo_max_token_len (300)", "384"]),
         (["trainer.resume_mode=resume_path"], ["resume_from_path"]),
-        (["trainer.resume_from_path=x"], ["only with trainer.resume_mode=resume_path", "(it is auto)"]),
+        (
+            ["trainer.resume_from_path=x"],
+            ["no effect unless trainer.resume_mode=resume_path or other_data (it is auto)"],
+        ),
         (["trainer.logger=[swanlab]"], ["swanlab", "tensorboard"]),
-        (["trainer.test_freq=0"], ["test_freq is 0"]),
-        (["data.train_max_samples=-2"], ["train_max_samples is -2"]),
+        (["trainer.test_freq=0"], ["test_freq", "got 0, must be at least 1 or -1"]),
+        (["data.train_max_samples=-2"], ["train_max_samples", "got -2, must be at least 1 or -1"]),
         (["trainer.val_only=True", "data.val_files=null"], ["val_files"]),
         (["reward.name=f"], ["reward.path"]),
-        (["actor_rollout_ref.model.lora_alpha=32"], ["lora_alpha is 32", "lora_rank (it is 0"]),
+        (["actor_rollout_ref.model.lora_alpha=32"], ["lora_alpha=32", "lora_rank is set (it is 0)"]),
         (
             ["actor_rollout_ref.model.target_modules=[q_proj]"],
-            ["modules is ['q_proj']", "lora_rank (it is 0"],
+            ["modules=['q_proj']", "lora_rank is set (it is 0)"],
         ),
         (["data.sampler_kwargs.a=1"], ["data.sampler"]),
         ([f"{ACTOR}.optim.betas=[0.9]"], ["betas"]),
@@ -87,7 +98,7 @@ def test_the_schemas_defaults_pass():
         ),
         (
             ["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=False"],
-            ["norm_adv_by_std_in_grpo is False", "only with algorithm.adv_estimator=grpo or grpo_passk (it is rloo)"],
+            ["norm_adv_by_std_in_grpo=False", "unless algorithm.adv_estimator=grpo or grpo_passk (it is rloo)"],
         ),
         ([f"{ROLLOUT}.n=1", "algorithm.adv_estimator=opo"], ["n is 1", "opo"]),
         ([f"{ACTOR}.policy_loss.loss_mode=gspa"], [f"{ACTOR}.policy_loss.loss_mode", "'gspa'", "'gspo'"]),
@@ -101,9 +112,9 @@ def test_the_schemas_defaults_pass():
         ),
         (
             [f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio_high=0.3"],
-            ["clip_ratio_high is 0.3", "loss_mode=vanilla or", "it is gpg, which has no such bound"],
+            ["clip_ratio_high=0.3", "loss_mode=vanilla or", "(it is gpg)"],
         ),
-        ([f"{ROLLOUT}.val_kwargs.top_k=-5"], ["val_kwargs.top_k is -5"]),
+        ([f"{ROLLOUT}.val_kwargs.top_k=-5"], ["val_kwargs.top_k", "got -5, must be at least 1 or -1"]),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_with_its_keys(overrides, parts):
@@ -111,6 +122,14 @@ def test_a_combination_that_cannot_work_is_refused_with_its_keys(overrides, part
         look(changed(overrides))
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value", "range_"), [("test_freq", 0, "1 or -1"), ("total_epochs", 0, "1")])
+def test_values_set_in_python_are_checked_too(name, value, range_):
+    config = Config()
+    setattr(config.trainer, name, value)
+    with pytest.raises(ConfigError, match=f"^trainer.{name}: got {value}, must be at least {range_}$"):
+        check(config)
 
 
 def test_several_problems_are_one_error():
@@ -147,6 +166,8 @@ def test_what_can_work_is_accepted(overrides):
         (f"{ROLLOUT}.val_kwargs.temperature=-inf", "must be a finite number"),
         ("reward.timeout_s=inf", "must be a finite number"),
         (f"{ROLLOUT}.val_kwargs.min_p=1", "got 1.0, must be below 1"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0", "got 0.0, must be at least 1e-06"),
+        ("trainer.save_freq=0", "got 0, must be at least 1 or -1"),
     ],
 )
 def test_numbers_that_the_run_would_stumble_over_are_refused(override, reason, tmp_path):

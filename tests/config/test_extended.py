@@ -29,6 +29,10 @@ class TrainerKeys(Section):
     lullaby: str | None = option(None, "Sung at the end.")
     verses: int = option(3, "Of it.", when=switched_on("curriculum.pace.slow"))
 
+    def problems(self, config, key):
+        if self.verses > 5:
+            yield f"{key}.verses is {self.verses}: nobody sings so long"
+
 def problems(config):
     if config.curriculum.start > config.curriculum.end:
         yield f"curriculum.start is {config.curriculum.start}, above curriculum.end"
@@ -108,6 +112,8 @@ print(json.dumps({
         (["curriculum.start=2"], "must be at most 1"),
         (["curriculum.start=0.95"], "curriculum.start is 0.95, above curriculum.end"),
         (["trainer.verses=4"], "curriculum.pace.slow=True"),
+        (["trainer.verses=6", "trainer.nnodes=2"], "trainer.verses is 6: nobody sings so long"),
+        (["trainer.verses=6", "trainer.nnodes=2"], "trainer.nnodes is 2, which needs trainer.placement=ray"),
     ],
 )
 def test_its_mistakes_are_found_as_ours_are(run, words, error):

@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra_plugin_folder import environment
+from hydra_program import SEEN
 
-from verl_mt.config.compose import Command, compose, hydra_main
+from verl_mt.config.compose import Command, compose, config_of_command, hydra_main
 from verl_mt.config.schema import Config
-from verl_mt.extensions.hydra_commands.jobs import JobFailedError, ended, last_value, table
-from verl_mt.extensions.hydra_commands.redacted import with_hidden
+from verl_mt.errors import ConfigError
+from verl_mt.extensions.hydra_commands.jobs import JobFailedError, _claimed, ended, last_value, table
 from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.hydra_commands.under_hydra import with_hidden
 from verl_mt.extensions.inspection.report.sweep import SweepCollector
 from verl_mt.extensions.supervised.sft import config_of
 
@@ -146,6 +148,15 @@ def test_supervised_training_takes_groups_and_hydras_run_directory(conf):
     assert (config.data.seed, config.trainer.default_local_dir) == (7, str(Path("cold").absolute()))
 
 
+@pytest.mark.parametrize("word", ["-m", "--multirun", "hydra.mode=MULTIRUN"])
+def test_a_command_of_one_configuration_refuses_a_sweep(conf, word):
+    words = [*conf, word, "trainer.seed=1,2"]
+    with pytest.raises(ConfigError, match=r"verl_mt\.sft takes one configuration\. Remove --multirun"):
+        config_of("rows.jsonl", words)
+    with pytest.raises(ConfigError, match=r"verl_mt\.doctor takes one configuration\. Remove --multirun"):
+        config_of_command(words, None, "verl_mt.doctor")
+
+
 def test_nothing_is_left_behind(conf, tmp_path):
     run(*conf)
     assert [path.name for path in tmp_path.iterdir()] == ["conf"]
@@ -209,6 +220,10 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
         (["-m", "data.seed=1,2", "hydra/launcher=joblib"], "pip install hydra-joblib-launcher"),
         (["-m", "data.seed=1,2", "hydra/launcher=submitit_slurm"], "pip install hydra-submitit-launcher"),
         (["-m", "data.seed=1,2", "hydra/sweeper=optuna"], "pip install hydra-optuna-sweeper"),
+        (["-m", "data.seed=1,2", "hydra/launcher=ray"], "pip install hydra-ray-launcher"),
+        (["-m", "data.seed=1,2", "hydra/sweeper=ax"], "pip install hydra-ax-sweeper"),
+        (["-m", "data.seed=1,2", "hydra/launcher=basc"], "It has basic. Did you mean hydra/launcher=basic?\n"),
+        (["-m", "data.seed=1,2", "hydra/launcher=joblob"], "has no file joblob.yaml. It has basic\n"),
         (["-m", "reward.kwargs.api_key=sk-aaaaaaaaaaaaaaaaaaaa1,b"], "cannot be swept"),
         (["hydra/job_logging=nothing"], "the group hydra/job_logging has no file nothing.yaml"),
         (["algo=rlo"], "the group algo has no file rlo.yaml. It has bad, grpo, rloo. Did you mean algo=rloo?"),
@@ -230,8 +245,6 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
     ids=str,
 )
 def test_mistakes_are_one_clear_error(conf, capsys, words, part):
-    if "pip install" in part and find_spec("hydra_plugins"):
-        pytest.skip("a plug-in of Hydra is installed here")
     err = refused(capsys, *conf, *words)
     assert err.startswith("error: ")
     assert part in err
@@ -383,13 +396,24 @@ def test_a_sweep_of_estimators_and_seeds_that_is_killed_goes_on_and_leaves_no_se
 
 
 @pytest.mark.slow
-def test_jobs_of_joblib_are_processes_of_their_own(tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = command("-m", "trainer.seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])}
-    for result in ("2 finished, 0 skipped", "0 finished, 2 skipped"):
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("plugin", "words"),
+    [
+        ("hydra_joblib_launcher", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
+        ("hydra_submitit_launcher", ["hydra/launcher=submitit_local"]),
+    ],
+)
+def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, words):
+    env = environment(plugin)
+    env |= {"PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{Path(__file__).parent}", SEEN: str(tmp_path / "seen")}
+    program = [sys.executable, "-m", "hydra_program", "-cn", "mine", "-m", "trainer.seed=1,2", *words]
+    for result in ("2 finished, 0 skipped, 0 failed", "0 finished, 2 skipped, 0 failed"):
+        done = subprocess.run(program, env=env, capture_output=True, text=True)
         assert result in done.stdout, done.stderr[-2000:]
+    assert sorted(json.loads(line)["trainer"]["seed"] for line in (tmp_path / "seen").read_text().splitlines()) == [
+        1,
+        2,
+    ]
 
 
 @pytest.mark.slow
@@ -411,6 +435,50 @@ def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
         [*words, "hydra.sweeper.max_batch_size=1"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert "0 finished, 0 skipped, 1 failed" in asked.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_named_and_the_same_command_runs_only_it(tmp_path):
+    (tmp_path / "score.py").write_text(
+        "import os, pathlib\n\ndef compute_score(solution_str, kill=False, **kw):\n"
+        "    if kill and not pathlib.Path('go').exists():\n        os.kill(os.getpid(), 9)\n"
+        "    return len(solution_str) % 2\n"
+    )
+    words = command("-m", "reward.kwargs.kill=False,True", "reward.path=score.py", "reward.name=compute_score")
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "1 finished, 0 skipped, 1 failed" in done.stdout, done.stderr[-2000:]
+    assert "  failed    kill=True  (killed by SIGKILL: " in done.stdout
+    (sweep,) = tmp_path.glob("runs/sweeps/*")
+    jobs = {job["name"]: job for job in SweepCollector(sweep).contents().sweep["jobs"]}
+    assert jobs["kill=False"]["state"] == "finished" and jobs["kill=True"]["state"] == "failed"
+    assert jobs["kill=True"]["error"].startswith("killed by SIGKILL")
+    (tmp_path / "go").touch()
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 finished, 1 skipped, 0 failed" in done.stdout, done.stderr[-2000:]
+
+
+LAUNCHER = """
+import os, subprocess, sys
+from pathlib import Path
+from verl_mt.extensions.hydra_commands.jobs import _claimed
+
+with _claimed(Path(sys.argv[1])) as errors:
+    job = "import time; time.sleep(1); open('ended', 'w')"
+    subprocess.Popen([sys.executable, "-c", job], stderr=errors, stdout=subprocess.DEVNULL)
+    os._exit(1)  # as if killed
+"""
+
+
+def test_a_job_that_outlives_its_launcher_is_waited_for(tmp_path, capsys):
+    folder = tmp_path / "seed=1"
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    subprocess.run([sys.executable, "-c", LAUNCHER, folder], cwd=tmp_path, env=env)
+    with _claimed(folder) as errors:
+        assert (tmp_path / "ended").exists()
+        assert Path(errors.name).stat().st_size == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]
+    assert capsys.readouterr().err == f"{folder}: another process runs this job. Waiting for it\n"
 
 
 def test_the_table_of_a_sweep(tmp_path, monkeypatch):

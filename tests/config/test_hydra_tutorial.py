@@ -11,11 +11,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra_program import SET_BY_US, outcome, run_bare, run_ours, start_ours
+from hydra_program import SET_BY_US, both, outcome, run_bare, start_ours
 
 FILES = {
     "config": "defaults: [base_config, _self_, db: mysql, table: warehouse]\ntrainer: {seed: 3}\n",
@@ -99,7 +98,6 @@ SWEEPS = {
     "running_your_app/2_multirun": [
         [*CONFIG, "hydra.mode=MULTIRUN", "db=mysql,postgresql", "table=warehouse,support"],
         [*CONFIG, "--multirun", "db=mysql,postgresql", "table=warehouse,support"],
-        [*CONFIG, "-m", "db=mysql,postgresql", "table=warehouse,support"],
         ["-cn", "swept", "-m", "db=mysql"],
         ["-cn", "always_swept"],
         [*CONFIG, "-m", "data.seed=range(1,3)"],
@@ -136,15 +134,6 @@ def lines(table: dict[str, list[list[str]]]) -> list:
     """Each line once, with the first page that has it."""
     pages = {tuple(words): page for page, rows in reversed(table.items()) for words in rows}
     return [pytest.param(list(words), id=f"{page}: {' '.join(words[1:])}") for words, page in pages.items()]
-
-
-def both(conf: Path, words: list[str], run: Callable = run_ours) -> tuple[list[str], str, str]:
-    """The configurations and what each printed, where both agree on the first and on whether it works."""
-    theirs = outcome(run_bare, words, conf / "bare.jsonl")
-    mine = outcome(run, words, conf / "ours.jsonl")
-    assert mine[0] == (2 if theirs[0] else 0), (theirs, mine)
-    assert sorted(mine[1]) == sorted(theirs[1]), (theirs[2], mine[2])
-    return mine[1], mine[2], theirs[2]
 
 
 @pytest.mark.parametrize("words", lines(ONE_RUN))

@@ -9,19 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_mt.config.compose import compose, to_config
+from verl_mt.config.compose import Command, compose, to_config
 from verl_mt.config.normalize import (
-    aliases,
     literal,
     normalize_items,
     normalize_overrides,
     normalize_tree,
     raise_problems,
-    split_argv,
-    suggest_key,
 )
 from verl_mt.config.schema import leaves, open_parent
 from verl_mt.errors import ConfigError, UnknownKeyError
+from verl_mt.extensions.compat.aliases.families import aliases
 
 pytestmark = pytest.mark.slow  # many configurations
 
@@ -30,10 +28,9 @@ MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 def normalized(argv: list[str]) -> list[str]:
     """The command line with canonical keys; everything that is wrong with it is one error."""
-    flags, overrides = split_argv(argv)
-    lines, outcome = normalize_overrides(overrides)
+    lines, outcome = normalize_overrides(argv)
     raise_problems(outcome.problems)
-    return [*flags, *lines]
+    return lines
 
 
 @pytest.mark.cap("V1")
@@ -44,9 +41,20 @@ def test_the_shorthand_works_beside_sub_keys_in_any_order(order):
     assert (turns.enable, turns.max_user_turns, turns.max_assistant_turns) == (True, 3, 4)
 
 
-def test_flags_stay_where_they_are_and_known_overrides_stay_as_written():
-    argv = ["--config-name", "tiny", "-cp=x", "data.seed=3", "trainer.experiment_name=a-b_c"]
-    assert normalized(argv) == ["--config-name", "tiny", "-cp=x", "data.seed=3", "trainer.experiment_name=a-b_c"]
+def test_known_overrides_stay_as_written():
+    assert normalized(["data.seed=3", "trainer.experiment_name=a-b_c"]) == [
+        "data.seed=3",
+        "trainer.experiment_name=a-b_c",
+    ]
+
+
+def test_flags_may_stand_between_overrides():
+    command = Command(["data.seed=3", "--config-name", "tiny", "++reward.kwargs.a=1", "-c=job", "~x"], None, "test")
+    assert (command.flags.cfg, command.file) == ("job", "tiny")
+    assert command.overrides == ["data.seed=3", "++reward.kwargs.a=1", "~x"]
+    assert Command(["--info", "data.seed=3"], None, "test").flags.info == "all"
+    with pytest.raises(ConfigError, match=r"unknown flag --cnfg --colour=red; --help lists the flags"):
+        Command(["data.seed=3", "--cnfg", "job", "--colour=red"], None, "test")
 
 
 def test_normalising_twice_changes_nothing():
@@ -107,22 +115,6 @@ def test_wrong_values_alone_are_a_config_error():
     with pytest.raises(ConfigError, match=r"ppo_epochs=0.*at least 1") as caught:
         normalized(["actor_rollout_ref.actor.ppo_epochs=0"])
     assert not isinstance(caught.value, UnknownKeyError)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("trainer.totl_training_steps", "trainer.total_training_steps"),
-        ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
-        ("rollout.n", "actor_rollout_ref.rollout.n"),
-        ("actor.lr", "actor_rollout_ref.actor.optim.lr"),
-        ("critic.lr", "critic.optim.lr"),
-        ("trainer.n_gpu_per_node", "trainer.n_gpus_per_node"),
-    ],
-)
-def test_an_unknown_key_is_answered_with_the_one_that_was_meant(wrong, right):
-    assert suggest_key(wrong) == f"; did you mean {right}?"
 
 
 @given(st.sampled_from(sorted(leaves())), st.data())

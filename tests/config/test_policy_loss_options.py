@@ -46,7 +46,7 @@ def test_verls_other_names_of_an_estimator(theirs, ours):
     [
         ("algorithm.adv_estimator=gdpo", "needs algorithm.gdpo_reward_weights"),
         ("algorithm.adv_estimator=grpoo", "expected one of 'grpo'"),
-        ("algorithm.gamma=0.9", "which looks at one reward per trajectory"),
+        ("algorithm.gamma=0.9", "unless algorithm.adv_estimator=gae or reinforce_plus_plus (it is grpo)"),
         ("advantage_estimator=gspo", "policy_loss.loss_mode=gspo"),
     ],
 )

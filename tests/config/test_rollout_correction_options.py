@@ -114,8 +114,8 @@ def test_bypassing_the_trainers_log_probs_is_the_actors_switch():
     [
         ({"rollout_iss": "token"}, "did you mean 'rollout_is'"),
         ({"rollout_is": "turn"}, "'token', 'sequence', 'geometric'"),
-        ({"rollout_is_threshold": 2.0}, "only with rollout_is or rollout_rs (none of them is given)"),
-        ({"rollout_rs_threshold": 2.0}, "only with rollout_rs (it is null)"),
+        ({"rollout_is_threshold": 2.0}, "or rollout_rs is set (rollout_is is null, rollout_rs is null)"),
+        ({"rollout_rs_threshold": 2.0}, "unless rollout_rs is set (it is null)"),
         ({"rollout_is": "token", "rollout_is_threshold": 0.5}, "leaves out 1"),
         ({"rollout_is": "token", "rollout_is_threshold_lower": 2.0}, "leaves out 1"),
         ({"rollout_is": "token", "rollout_is_threshold": "big"}, "expected a number"),

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from reference_data import SHARED_DATA
 
-from verl_mt.config.alias_tables import at_default, families
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import WHOLE, normalize_items
+from verl_mt.config.normalize import normalize_items
 from verl_mt.config.schema import leaves
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import at_default, families
+from verl_mt.extensions.compat.translate import WHOLE
 
 PEERS = SHARED_DATA.parent / "peers" / "verl"
 REVISIONS = ("v0.5.0", "v0.6.1")

@@ -206,7 +206,7 @@ FAULTS = {
         status="warning",
     ),
     "key that means nothing": Fault(
-        lambda folder: ["reward.overlong_buffer.len=64"], "keys", "only with reward.overlong_buffer.enable=True"
+        lambda folder: ["reward.overlong_buffer.len=64"], "keys", "unless reward.overlong_buffer.enable=True"
     ),
     "temperature near 0": Fault(
         lambda folder: [f"{ROLLOUT}.temperature=0.05"], "sampling and ratios", "nearly alike", "warning"

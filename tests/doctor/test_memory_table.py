@@ -1,10 +1,13 @@
 """What the doctor says of a rank's memory, for eight models on eight devices and three offloads, and for the two runs
-that were measured on a GPU (benchmarks/RESULTS.md)."""
+that were measured on a GPU (benchmarks/RESULTS.md). README.md's table is computed in the same way."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from code_blocks import REPO
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -151,3 +154,38 @@ def test_a_run_that_does_not_fit_is_an_error_and_fits_with_an_offload(monkeypatc
     assert refused.status == "error" and "optimizer_offload=True" in refused.fix
     (taken,) = resources.memory(Subject(compose([*words, *OFFLOADS["optimizer"]]), module=module))
     assert taken.status == "ok" and "49.1 GB of main memory" in taken.text
+
+
+README = re.findall(r"(?m)^\| (\S+) \| (.*) \|$", (REPO / "README.md").read_text().partition("on my GPUs?")[2])
+FITS = {name: cells.split(" | ") for name, cells in README if name in MODELS}
+GPU_GB = 80
+
+
+def on_gpus(name: str, gpus: int, *words: str) -> float:
+    """GB of one of several GPUs with the settings that README.md names."""
+    ranks = ("trainer.placement=ray", f"trainer.n_workers_per_node={gpus}") if gpus > 1 else ()
+    found = demand(
+        MODELS[name],
+        "trainer.device=cuda",
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        f"{ACTOR}ppo_max_token_len=16384",
+        "data.train_batch_size=128",
+        "data.max_prompt_length=4096",
+        "actor_rollout_ref.rollout.response_length=4096",
+        *ranks,
+        *words,
+    )
+    return found.peak_bytes / 1e9
+
+
+def as_written(gigabytes: float) -> str:
+    return f"**{gigabytes:,.0f}**" if gigabytes <= 0.9 * GPU_GB else f"{gigabytes:,.0f}"
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_the_readmes_table_of_models_that_fit_is_the_doctors(name):
+    assert len(FITS) == 6
+    adapters = on_gpus(name, 1, "actor_rollout_ref.model.lora_rank=32")
+    whole = [[on_gpus(name, gpus, *OFFLOADS[kind]) for kind in ("none", "optimizer")] for gpus in (1, 2, 4, 8)]
+    assert FITS[name] == [as_written(adapters), *(" / ".join(map(as_written, pair)) for pair in whole)]

@@ -20,8 +20,8 @@ from command_lab import NO_VALIDATION, metrics_of, rows_of
 from scheduler_lab import CHAT, converse, ids_of, prompt_of, response, said, trained
 
 from verl_mt.config.compose import compose
-from verl_mt.config.normalize import families
 from verl_mt.errors import PluginError
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.rollout import scheduler as swift
 from verl_mt.extensions.compat.rollout.scheduler import (
     ContextType,

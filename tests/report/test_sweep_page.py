@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
 import statistics
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,32 @@ def test_a_failed_job_is_named_with_its_last_error(tmp_path, capsys):
     assert printed.err == "algorithm=rloo/trainer.seed=10: MemoryError: too little\n"
     failed = [job for job in shown(tmp_path)["jobs"] if job["state"] != "finished"]
     assert [(job["name"], job["state"]) for job in failed] == [("algorithm=rloo/trainer.seed=10", "failed")]
+
+
+def test_running_broken_off_failed_and_finished_jobs_are_told_apart(tmp_path, capsys):
+    for seed, name in enumerate(("finished", "running", "failed", "broken", "again", "killed")):
+        folder = job(tmp_path / name, {"trainer": {"seed": seed}}, finished=name == "finished")
+        (folder / ".lock").write_text("process 1 on here")
+    (tmp_path / "failed" / "stderr.log").write_text("error: no\n")
+    ended = {"status": "failed", "why": "killed by SIGKILL: nothing on stderr"}
+    lines = [
+        {**ended, "folder": "again", "ended": 1.0},  # before it was started again, and broken off
+        {**ended, "folder": "killed", "ended": time.time() + 1},
+    ]
+    (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (tmp_path / "running" / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        jobs = {job["name"]: (job["state"], job["error"]) for job in shown(tmp_path)["jobs"]}
+    assert jobs == {
+        "finished": ("finished", None),
+        "running": ("running", None),
+        "failed": ("failed", "error: no"),
+        "broken": ("broken off", None),
+        "again": ("broken off", None),
+        "killed": ("failed", "killed by SIGKILL: nothing on stderr"),
+    }
+    assert main([str(tmp_path)]) == 0
+    assert "broken: broken off\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -265,9 +293,9 @@ class TestInBrowser:
             assert table(page, "Keys that differ") == [["algorithm.adv_estimator", "grpo", "rloo"]]
             jobs = table(page, "Jobs")
             assert jobs[0] == [
-                "algorithm=grpo/trainer.seed=1", "adv_estimator=grpo", "1", "finished", "8 of 8", "4.17 min", "16,000",
+                "algorithm=grpo/trainer.seed=1", "finished", "adv_estimator=grpo", "1", "8 of 8", "4.17 min", "16,000",
             ]  # fmt: skip
-            assert jobs[5][3:] == ["failed", "3 of 8", "90 s", "6,000"]
+            assert jobs[5][1:] == ["failed", "adv_estimator=rloo", "10", "3 of 8", "90 s", "6,000"]
             assert jobs[6] == ["all jobs", "", "", "", "43", "22.3 min", "86,000"]
             said = page.locator(".note.bad").inner_text()
             assert "1 job failed" in said and "trainer.seed=10: after step 3" in said and "MemoryError" in said

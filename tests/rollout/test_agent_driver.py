@@ -303,7 +303,7 @@ def test_a_function_that_takes_no_url_is_refused_at_the_start():
             "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=x.yaml",
             "brings its own tools",
         ),
-        ("actor_rollout_ref.rollout.multi_turn.scheduler=math_tip_trick", "leave one of them out"),
+        ("actor_rollout_ref.rollout.multi_turn.scheduler=math_tip_trick", "Remove one of them"),
         ("actor_rollout_ref.rollout.mode=sync", "agents ask when they like"),
     ],
 )

@@ -162,7 +162,7 @@ def test_a_tools_file_with_another_key(refusal, tmp_path):
 
 
 def test_tools_with_multi_turn_switched_off(refusal):
-    says(refusal(f"{ROLLOUT}.multi_turn=False"), TOOLS, "multi_turn.enable is False", "switch multi-turn on")
+    says(refusal(f"{ROLLOUT}.multi_turn=False"), TOOLS, "multi_turn.enable=False", "needs several turns")
 
 
 def test_tools_with_one_turn_only(refusal):

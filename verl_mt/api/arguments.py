@@ -8,7 +8,6 @@ A call builds the configuration that a command would: `train(total_training_step
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +17,8 @@ from typing import Any
 
 import pyarrow
 
-from verl_mt.config.alias_tables import aliases
-from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.normalize import Item, as_overrides
-from verl_mt.config.schema import leaves, open_parent, sections
+from verl_mt.config.short_names import keys_meant, other_names, suggest_key
 from verl_mt.data.dataset import drop_nulls
 from verl_mt.errors import ConfigError, DataError, PluginError, UnknownKeyError, value_text
 from verl_mt.interactions.base import BaseInteraction
@@ -35,6 +32,7 @@ TAKES_OBJECTS = (
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     f"{ROLLOUT}.agent_function_path",
     f"{ROLLOUT}.custom_generate_function_path",
+    f"{ROLLOUT}.environment.path",
     f"{ROLLOUT}.multi_turn.loss_scale",
     f"{ROLLOUT}.multi_turn.scheduler",
     f"{ROLLOUT}.multi_turn.scheduler_kwargs.env",
@@ -49,12 +47,6 @@ TAKES_OBJECTS = (
     "trainer.logger",
 )
 """Keys whose value names code: an object may stand there itself."""
-_GIVE_WAY = (
-    f"{ROLLOUT}.val_kwargs.", f"{ROLLOUT}.dtype", f"{ROLLOUT}.placement", f"{ROLLOUT}.nnodes",
-    f"{ROLLOUT}.n_workers_per_node", "reward.placement", "data.seed", "actor_rollout_ref.actor.shuffle",
-)  # fmt: skip
-"""Beginnings of keys that a short name does not mean where another key ends so too: those of validations, and those
-that follow the other key. The critic's are such keys unless the run has a critic."""
 
 
 @dataclass
@@ -72,9 +64,8 @@ class CallArguments:
 
     def keys(self, keys: Mapping[str, Any]) -> None:
         """Set keys by their Python names (`full_key`)."""
-        critic = any(name.endswith("adv_estimator") and value == "gae" for name, value in keys.items())
         for name, value in keys.items():
-            self.key(full_key(name, critic=critic), value)
+            self.key(full_key(name), value)
 
     def overrides(self, given: Mapping[str, Any] | Sequence[str]) -> None:
         """Hydra words as they are, or a mapping dotted key -> value."""
@@ -114,6 +105,31 @@ class CallArguments:
         or a file; an empty list for none."""
         entries = self._entries(interaction, "interaction", _as_interaction)
         self.key(f"{ROLLOUT}.interaction_config_file", entries)
+
+    def environment(self, environment: Any) -> None:
+        """Set the environment: a class, a path, a mapping with `path` and `config` as in YAML, or a mapping name ->
+        one of them, of which each row picks one."""
+        key = f"{ROLLOUT}.environment"
+        if not isinstance(environment, Mapping):
+            self.key(f"{key}.path", self._class(environment))
+        elif "path" in environment:
+            self.keys({f"{key}.{name}": self._class(v) if name == "path" else v for name, v in environment.items()})
+        else:
+            self.key(f"{key}.named", {str(name): self._named(given) for name, given in environment.items()})
+
+    def _named(self, given: Any) -> Any:
+        is_mapping = isinstance(given, Mapping) and "path" in given
+        return {**given, "path": self._class(given["path"])} if is_mapping else self._class(given)
+
+    def _class(self, given: Any) -> str:
+        if isinstance(given, str | os.PathLike):
+            return os.fspath(given)
+        if isinstance(given, type) or callable(given):
+            return self.name(given)
+        raise PluginError(
+            f"environment: {value_text(given, 80)} is no class. Every trajectory has an object of its own: give the "
+            "class, and its arguments as {'path': Maze, 'config': {...}}"
+        )
 
     def reward(self, reward: Any) -> None:
         """Set the reward: a function, a class, an object, whatever `reward.path` takes; a list of them is summed."""
@@ -177,55 +193,23 @@ class CallArguments:
         return entry
 
 
-def full_key(name: str, *, critic: bool = False) -> str:
-    """The dotted key of a Python name: `trainer__total_training_steps`, its last parts where no other key ends so
-    (`total_training_steps`, `rollout__n`) or the other ones give way (`lr` is the policy's), or the key itself.
-
-    Args:
-        critic: the run has one, so its keys do not give way.
+def full_key(name: str) -> str:
+    """The dotted key of a Python name: the key itself (`trainer__total_training_steps`), or a short name of it
+    (`total_training_steps`, `rollout__n`; `verl_mt.config.short_names` has the rule).
 
     Raises:
         UnknownKeyError: no key, or several; names them.
     """
     dotted = name.replace("__", ".").strip(".")
-    if dotted in leaves() or dotted in sections() or open_parent(dotted) is not None:
-        return dotted
-    found = [key for key in (*leaves(), *sections()) if key.endswith(f".{dotted}")]
-    if not found:  # below a mapping of the user's own: policy_loss__loss_mode, reward__kwargs__weight
-        heads = [(leaf.key, *_below(leaf.key, dotted)) for leaf in leaves().values() if leaf.is_open]
-        found = [f"{key}.{rest}" for key, rest in (h for h in heads if len(h) == 2)]
-    last = _GIVE_WAY if critic else (*_GIVE_WAY, "critic.")
-    found = [key for key in found if not key.startswith(last) and key not in keys_of_packages()] or found
+    found = keys_meant(dotted)
     if len(found) == 1:
         return found[0]
     if found:
-        shorter = ", ".join(_python_name(key, dotted) for key in found)
-        raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {shorter}")
-    if "." in dotted or dotted in aliases():
+        full = " or ".join(key.replace(".", "__") for key in found)
+        raise UnknownKeyError(f"{name} may mean {' or '.join(found)}: write {full}")
+    if "." in dotted or dotted in other_names():
         return dotted  # another library's name of one of our keys, or none at all: the composition says which
-    ends = {key.rpartition(".")[2]: key for key in leaves()}
-    close = [ends[match] for match in difflib.get_close_matches(dotted, ends, n=3, cutoff=0.6)]
-    hint = f"; did you mean {' or '.join(close)}?" if close else "; docs/configuration.md lists all keys"
-    raise UnknownKeyError(f"{name}: no such argument, and no key of the configuration ends so{hint}")
-
-
-def _below(key: str, dotted: str) -> Iterator[str]:
-    """What is left of `dotted` behind its beginning, where that is the end of `key`."""
-    parts = dotted.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if f".{key}".endswith("." + ".".join(parts[:end])):
-            yield ".".join(parts[end:])
-            return
-
-
-def _python_name(key: str, dotted: str) -> str:
-    """The shortest Python name that means `key` and no other that ends as `dotted` does."""
-    parts = key.split(".")
-    for start in range(len(parts) - dotted.count(".") - 1, -1, -1):
-        end = ".".join(parts[start:])
-        if [k for k in (*leaves(), *sections()) if f".{k}".endswith(f".{end}")] == [key]:
-            return end.replace(".", "__")
-    return key.replace(".", "__")
+    raise UnknownKeyError(f"{name}: no such argument, and no key of the configuration ends so{suggest_key(dotted)}")
 
 
 def _name_of(value: Any) -> str:

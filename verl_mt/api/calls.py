@@ -12,6 +12,7 @@ from verl_mt.api.arguments import CallArguments
 from verl_mt.api.runs import Evaluation, Examination, Run, evaluated
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
+from verl_mt.environments.seeds import SEEDS
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import extension_function, objects_given
 
@@ -21,6 +22,7 @@ def train(
     data: Any = None,
     *,
     tools: Any = None,
+    environment: Any = None,
     reward: Any = None,
     interaction: Any = None,
     validation: Any = None,
@@ -35,6 +37,8 @@ def train(
         data: the training rows: dicts, a `datasets.Dataset`, a data frame, a function (num_rows, seed, split) -> rows,
             or a file's path. A row has `prompt` (a text, or messages) and what the reward reads (`ground_truth`).
         tools: functions with type hints and a docstring, `BaseTool` classes or objects, or a YAML file.
+        environment: an `Environment` class, or what an adapter takes (docs/environments.md); {"path": ..., "config":
+            {...}}; or a mapping name -> one of these, of which each row picks one. Without `data` its rows are seeds.
         reward: what `reward.path` may name: a function, a class or an object; several are summed.
         interaction: a `BaseInteraction` class or object, or a YAML file.
         validation: rows as `data`, for the accuracy; None = the configuration's (none, where `data` is given alone).
@@ -51,7 +55,7 @@ def train(
             from it, and `verl_mt.Run(folder)` is what there is. Pressed twice: at once.
     """
     given = CallArguments()
-    plugins = (tools, reward, interaction)
+    plugins = (tools, environment, reward, interaction)
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
         if config.trainer.dry_run:
             raise ConfigError("trainer.dry_run: verl_mt.examine(...) takes the same arguments and returns its findings")
@@ -72,6 +76,7 @@ def examine(
     data: Any = None,
     *,
     tools: Any = None,
+    environment: Any = None,
     reward: Any = None,
     interaction: Any = None,
     validation: Any = None,
@@ -89,7 +94,7 @@ def examine(
     Raises:
         VerlMTError: a configuration that does not compose.
     """
-    given, keys, plugins = CallArguments(), dict(keys), (tools, reward, interaction)
+    given, keys, plugins = CallArguments(), dict(keys), (tools, environment, reward, interaction)
     demos = keys.pop("demos", None)
     named = None if demos is None else given.conversations(demos, "demos")
     with _composed(given, keys, model=model, data=data, validation=validation, plugins=plugins) as config:
@@ -101,6 +106,7 @@ def evaluate_model(
     data: Any = None,
     *,
     tools: Any = None,
+    environment: Any = None,
     reward: Any = None,
     interaction: Any = None,
     n: int | None = None,
@@ -112,14 +118,16 @@ def evaluate_model(
         before = verl_mt.evaluate_model("Qwen/Qwen3-1.7B", held_out, tools=[look_up], reward=score, n=8)
 
     Args:
-        model, data, tools, reward, interaction, keys: as `train` takes them; `data` are the rows to sample.
+        model, data, tools, environment, reward, interaction, keys: as `train` takes them. `data` are the rows to
+            sample.
         n: samples per prompt; None = the configuration's (1).
 
     Raises:
         VerlMTError: bad input, or not one conversation survived.
     """
     given = CallArguments()
-    _plug_in(given, tools, reward, interaction)
+    _plug_in(given, tools, environment, reward, interaction)
+    data = SEEDS if data is None and environment is not None else data
     return evaluated(given, data, keys, n=n, model=None if model is None else os.fspath(model))
 
 
@@ -129,6 +137,7 @@ def fine_tune(
     out: str | os.PathLike[str],
     *,
     tools: Any = None,
+    environment: Any = None,
     reward: Any = None,
     validation: Any = None,
     **keys: Any,
@@ -143,7 +152,7 @@ def fine_tune(
         data: rows with `messages`, a `datasets.Dataset` or a data frame of them, a file, or a run directory, whose
             rollouts are trained on.
         out: the run directory.
-        tools: those of the run to come: the conversations are shown them.
+        tools, environment: those of the run to come: the conversations are shown their tools.
         reward: with `validation`.
         validation: prompts as `train` takes them: the accuracy is measured by rollouts, not the loss alone.
         keys: as `train` takes them; and `val_data=` (conversations held out, whose loss is reported), `min_reward=` (of
@@ -159,7 +168,7 @@ def fine_tune(
     given.key("actor_rollout_ref.model.path", os.fspath(model))
     if validation is not None:
         given.key("data.val_files", given.rows("data.val_files", validation))
-    _plug_in(given, tools, reward, None)
+    _plug_in(given, tools, environment, reward, None)
     given.keys(keys)
     given.overrides(overrides)
     demos = given.conversations(data, "demos")
@@ -182,13 +191,17 @@ def _composed(
     model: Any,
     data: Any,
     validation: Any,
-    plugins: tuple[Any, Any, Any],
+    plugins: tuple[Any, Any, Any, Any],
 ) -> Iterator[Config]:
     """The configuration of a call's arguments; while it is open, its objects can be loaded."""
     keys = dict(keys)
     base, folder, overrides = (keys.pop(name, None) for name in ("config_name", "config_dir", "overrides"))
     if model is not None:
         given.key("actor_rollout_ref.model.path", os.fspath(model))
+    if data is None and plugins[1] is not None and base is None:
+        given.key("data.train_files", SEEDS)
+        if validation is None:
+            given.key("data.val_files", SEEDS)
     if data is not None:
         given.key("data.train_files", given.rows("data.train_files", data))
         if validation is None and model is None and base is None:
@@ -202,9 +215,11 @@ def _composed(
         yield compose(given.words, config_name=base, config_dir=folder)
 
 
-def _plug_in(given: CallArguments, tools: Any, reward: Any, interaction: Any) -> None:
-    if tools is not None:
-        given.tools(tools)
+def _plug_in(given: CallArguments, tools: Any, environment: Any, reward: Any, interaction: Any) -> None:
+    if tools is not None or environment is not None:  # without them the shipped task's, which an environment replaces
+        given.tools([] if tools is None else tools)
+    if environment is not None:
+        given.environment(environment)
     if interaction is not None:
         given.interaction(interaction)
     if reward is not None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.declare import Section, is_set, option, switched_on
-from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, ReadsClip, read_policy_loss
+from verl_mt.config.declare import Section, conflicts, is_set, option, switched_on
+from verl_mt.config.policy_losses import POLICY_LOSSES, LossChoice, read_policy_loss, reads
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
-_HAS_KL_LOSS = switched_on(KL_LOSS, why="no reference policy would be loaded")
-_LORA = is_set("actor_rollout_ref.model.lora_rank", why="all weights are trained")
+_HAS_KL_LOSS = switched_on(KL_LOSS)
+_LORA = is_set("actor_rollout_ref.model.lora_rank")
 
 
 @dataclass
@@ -73,6 +73,10 @@ class OptimConfig(Section):
         max=1,
     )
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            yield f"{key}.betas is {self.betas}: expected two numbers in [0, 1)"
+
 
 @dataclass
 class ActorConfig(Section):
@@ -100,17 +104,15 @@ class ActorConfig(Section):
         0.2,
         "PPO's clip range (Schulman et al. 2017, eq. 7).",
         min=0,
-        when=ReadsClip(("clip_low", "clip_high")),
+        when=reads("clip_low", "clip_high"),
         allow_unused=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
     )
-    clip_ratio_low: float | None = option(
-        None, "Lower clip range; null = `clip_ratio`.", min=0, when=ReadsClip(("clip_low",))
-    )
+    clip_ratio_low: float | None = option(None, "Lower clip range; null = `clip_ratio`.", min=0, when=reads("clip_low"))
     clip_ratio_high: float | None = option(
         None,
         "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.",
         min=0,
-        when=ReadsClip(("clip_high",)),
+        when=reads("clip_high"),
     )
     policy_loss: dict[str, Any] = option(
         {},
@@ -123,7 +125,7 @@ class ActorConfig(Section):
         3.0,
         "Dual clip's bound for negative advantages; null = off.",
         min=1,
-        when=ReadsClip(("clip_c",)),
+        when=reads("clip_c"),
         allow_unused=True,
     )
     loss_agg_mode: str | None = option(
@@ -199,29 +201,41 @@ class ActorConfig(Section):
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         return low, self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
-
-def problems_of_ranks(model: ModelConfig, actor: ActorConfig, num_ranks: int) -> Iterator[str]:
-    """What is wrong with how a policy and its rows are to be spread over so many ranks."""
-    shard, sequence = actor.fsdp_size or num_ranks, actor.ulysses_sequence_parallel_size
-    for name, size, wrong in (
-        ("fsdp_size", shard, shard < num_ranks and num_ranks % shard),
-        ("ulysses_sequence_parallel_size", sequence, num_ranks % sequence),
-    ):
-        if wrong:
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        trainer, batch, model = config.trainer, config.data.train_batch_size, config.actor_rollout_ref.model
+        ranks = trainer.nnodes * trainer.n_workers_per_node
+        mini, samples = self.ppo_mini_batch_size or batch, config.actor_rollout_ref.rollout.n
+        if batch % mini:
             yield (
-                f"actor_rollout_ref.actor.{name}={size} does not divide the number of ranks, which is {num_ranks} "
-                "(trainer.nnodes x trainer.n_workers_per_node)"
+                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}); both count "
+                f"prompts: choose {_divisors(batch)}"
             )
-    if sequence > 1 and not model.use_remove_padding:
-        yield (
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows: it needs "
-            "actor_rollout_ref.model.use_remove_padding=True"
-        )
-    if sequence > 1 and model.attn_implementation == "eager":
-        yield (
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows, which "
-            "actor_rollout_ref.model.attn_implementation=eager cannot attend to: use sdpa or flash_attention_2"
-        )
+        elif mini * samples < ranks and config.actor_rollout_ref.rollout.custom_generate_function_path is None:
+            yield (
+                f"{mini * samples} sequences per optimizer step ({mini} prompts x actor_rollout_ref.rollout.n) are "
+                f"fewer than {ranks} ranks (trainer.nnodes x trainer.n_workers_per_node): some would never train"
+            )
+        shard, sequence = self.fsdp_size or ranks, self.ulysses_sequence_parallel_size
+        sizes = {"fsdp_size": shard if shard < ranks else 1, "ulysses_sequence_parallel_size": sequence}
+        for name, size in sizes.items():
+            if ranks % size:
+                yield (
+                    f"{key}.{name}={size} does not divide the number of ranks, which is {ranks} (trainer.nnodes x "
+                    "trainer.n_workers_per_node)"
+                )
+        packed = f"{key}.ulysses_sequence_parallel_size spreads packed rows"
+        if sequence > 1 and not model.use_remove_padding:
+            yield f"{packed}: it needs actor_rollout_ref.model.use_remove_padding=True"
+        if sequence > 1 and model.attn_implementation == "eager":
+            yield (
+                f"{packed}, which actor_rollout_ref.model.attn_implementation=eager cannot attend to: use sdpa or "
+                "flash_attention_2"
+            )
+
+
+def _divisors(number: int) -> str:
+    every = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return ", ".join(every if len(every) < 10 else [*every[:3], "...", *every[-4:]])
 
 
 @dataclass
@@ -281,3 +295,24 @@ class CriticConfig(Section):
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        trainer, batch, mini = config.trainer, config.data.train_batch_size, self.ppo_mini_batch_size
+        if config.algorithm.adv_estimator != "gae":
+            return
+        if self.share_trunk:
+            why = "share_trunk reads the policy's hidden states"
+            yield from conflicts({f"{key}.model.path": self.model.path}, f"{key}.share_trunk=True", why)
+        if self.optim.lr == 0 and not trainer.val_only:
+            yield f"{key}.optim.lr is 0: the critic would say 0 of every state for ever; give a rate (1e-5 is usual)"
+        if mini is not None and batch % mini:
+            yield (
+                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}); both count "
+                f"prompts: choose {_divisors(batch)}"
+            )
+        total, warmup = trainer.total_training_steps, trainer.critic_warmup
+        if total is not None and total <= warmup and warmup and not trainer.val_only:
+            yield (
+                f"trainer.critic_warmup ({warmup}) leaves no step of trainer.total_training_steps ({total}) in which "
+                "the policy learns: lower it"
+            )

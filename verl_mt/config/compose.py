@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import operator
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -27,38 +28,35 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from verl_mt.config.alias_tables import why_missing
 from verl_mt.config.checks import check
 from verl_mt.config.declare import check_option
 from verl_mt.config.extended import keys_of_packages
-from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file
+from verl_mt.config.groups import group_of, in_place, is_choice, no_such_file, parsed
 from verl_mt.config.hydra_command import command_parser, hydra_of, parse_flags
 from verl_mt.config.hydra_source import (
     Composition,
     composing,
     has_packages,
-    own_search_path,
     register,
-    searched_folders,
     stored_schema,
+    with_search_path,
 )  # fmt: skip
 from verl_mt.config.normalize import (
     COMMAND_LINE,
-    Item,
+    Outcome,
     Problem,
     Sweep,
     normalize_overrides,
     normalize_tree,
     raise_problems,
-    split_argv,
 )  # fmt: skip
 from verl_mt.config.redact import RANDOM, REDACTED, redact, redacted_keys
 from verl_mt.config.schema import Config, correction_of, leaves, set_explicit, value_of, whole_keys
+from verl_mt.config.short_names import suggest_key
 from verl_mt.config_paths import config_dir as shipped_config_dir
 from verl_mt.config_paths import configs_root
 from verl_mt.errors import ConfigError, VerlMTError
-from verl_mt.extension_points import find as find_entry_point
-from verl_mt.plugins import extension_function, import_plugins
+from verl_mt.plugins import extension_function, import_plugins, optional_function
 
 __all__ = [
     "compose", "config_from_mapping", "config_of_command", "config_to_yaml", "hydra_main", "register", "to_config",
@@ -85,17 +83,16 @@ def compose(
     return composed(_plan(overrides, config_name, config_dir, ()))
 
 
-def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+def to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None = None) -> Config:
     """Any mapping of keys -> a checked `Config`: what it leaves out has the schema's default.
+
+    Args:
+        tree: the mapping.
+        given: the keys that somebody has set; None = all of the mapping's.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    return _to_config(tree, None)
-
-
-def _to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None) -> Config:
-    """`given`: the keys that somebody has set; None = all of the mapping's."""
     content = OmegaConf.to_container(tree, resolve=False) if isinstance(tree, DictConfig) else dict(tree)
     assert isinstance(content, dict)
     content.pop("hydra", None)
@@ -117,7 +114,7 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     for item in outcome.items:
         OmegaConf.update(content, item.key, item.value, merge=not isinstance(item.value, dict))
     assert isinstance(content, DictConfig)
-    return _to_config(content, {item.key for item in outcome.items})
+    return to_config(content, {item.key for item in outcome.items})
 
 
 def _explicit_in_file(keys: Collection[str]) -> Collection[str]:
@@ -133,7 +130,8 @@ def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> 
         given: the keys that somebody has set.
     """
     try:
-        merged = OmegaConf.merge(stored_schema(), canonical)
+        content = OmegaConf.to_container(canonical) if isinstance(canonical, DictConfig) else canonical
+        merged = OmegaConf.merge(stored_schema(), content)  # a class of a ConfigStore would bring further keys
         raise_problems(_value_problems(merged))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -223,8 +221,9 @@ def hydra_main(
         command = Command(sys.argv[1:] if argv is None else argv, config_name, _module_of(task))
         if command.shown():
             return
-        if command.flags.multirun or find_entry_point("verl_mt.functions", "under_hydra"):
-            extension_function("under_hydra")(command, task)
+        run = (extension_function if command.flags.multirun else optional_function)("under_hydra")
+        if run:
+            run(command, task)
         else:
             task(composed(command.plan()))
     except VerlMTError as error:
@@ -245,9 +244,7 @@ def config_of_command(
     command = Command(argv, config_name, module, usage)
     if command.shown():
         return None
-    if command.flags.multirun:
-        raise ConfigError(f"{module} looks at one configuration: leave --multirun out")
-    return composed(command.plan())
+    return composed(command.one_plan())
 
 
 def _module_of(task: Callable[[Config], None]) -> str:
@@ -265,10 +262,10 @@ class Command:
     def __init__(
         self, argv: Sequence[str], config_name: str | None, module: str, usage: str = "[flags] [key=value ...]"
     ) -> None:
-        words, self.overrides = split_argv(argv)
         self.module = module
         self.parser = command_parser(module, usage)
-        self.flags = parse_flags(self.parser, words)
+        self.flags = parse_flags(self.parser, argv)
+        self.overrides: list[str] = self.flags.overrides
         folder, more = self.flags.config_path, self.flags.config_dir
         self.file = self.flags.config_name or config_name
         self.folder = _folder(folder, "--config-path") if folder else None
@@ -285,6 +282,19 @@ class Command:
             sweep: normalises several values of a key; None = they are refused.
         """
         return _plan(self.overrides, self.file, self.folder, self.extra, sweep)
+
+    def one_plan(self) -> Plan:
+        """The plan of a command that cannot sweep.
+
+        Raises:
+            ConfigError: it is asked to.
+        """
+        if self.flags.multirun or any(word.lstrip("+") == "hydra.mode=MULTIRUN" for word in self.overrides):
+            raise ConfigError(
+                f"{self.module} takes one configuration. Remove --multirun or hydra.mode=MULTIRUN. To sweep, use "
+                "python -m verl_mt.trainer --multirun"
+            )
+        return self.plan()
 
     def shown(self) -> bool:
         """Whether something was to be printed, and is."""
@@ -311,15 +321,10 @@ class Plan:
     lines: list[str]
     """Overrides in our names."""
     composition: Composition
-    items: list[Item] = field(default_factory=list)
+    given: Outcome = field(default_factory=Outcome)
     """What the overrides set."""
-    notes: list[str] = field(default_factory=list)
-    swept: list[str] = field(default_factory=list)
-    """Keys with several values."""
-    of_file: list[str] = field(default_factory=list)
-    """The overrides that stand for a file with packages."""
-    choices_of_file: list[str] = field(default_factory=list)
-    """Choices of its groups, which they stand for too."""
+    of_command: list[str] = field(default_factory=list)
+    """The same without those that stand for a file with packages: another process reads the file itself."""
 
     def tree(self) -> tuple[DictConfig, str | None]:
         """What Hydra composes, or why it cannot."""
@@ -338,7 +343,7 @@ class Plan:
     def failure(self, error: Exception) -> str:
         """What Hydra could not compose."""
         missing, file = getattr(error, "missing_cfg_file", None) or "", self.base / f"{self.name}.yaml"
-        if (found := why_missing(missing)) is not None:
+        if found := _why_missing(missing):
             return f"{file} starts from {found[0]}'s {missing}: {found[1]}"
         if options := getattr(error, "options", None):
             on_command_line = missing.rpartition("/")[0] in map(group_of, self.lines)
@@ -354,28 +359,34 @@ def _plan(
     extra: tuple[Path, ...],
     sweep: Sweep | None = None,
 ) -> Plan:
-    own_file = config_name is not None and _locate(config_name, folder, extra)
-    overrides = [own_search_path(word) for word in overrides]
-    base, name = own_file or _locate(TINY, folder, extra)
-    places = (base, *extra, *searched_folders(overrides, base / f"{name}.yaml"))
-    choices = in_place([word for word in overrides if is_choice(word, places)])
-    lines, outcome = normalize_overrides([word for word in overrides if not is_choice(word, places)], sweep)
-    notes = list(outcome.notes)
-    if config_name is None:
-        own = {item.key for item in outcome.items}.union(outcome.swept)
-        general = {"data.train_files", "actor_rollout_ref.model.path"} <= own
-        if general:
-            base, name = _locate(GENERAL, folder, extra)
-            notes.append(
-                "own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)"
-            )
-    composition = Composition(primary=name, extra_dirs=extra, problems=list(outcome.problems))
-    if own_file and base != shipped_config_dir() and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices)):
+    base, name = _locate(config_name or TINY, folder, extra)
+    overrides, searched = with_search_path(overrides, base / f"{name}.yaml")
+    folders = (base, *extra, *searched)
+    if any(word.startswith("+") or is_choice(word, folders) for word in overrides):
+        import_plugins(_named_plugins(overrides))  # they may add files to groups, in Hydra's ConfigStore
+    chosen = [word for word in overrides if is_choice(word, folders)]
+    lines, given = normalize_overrides([word for word in overrides if word not in chosen], sweep)
+    choices, notes = in_place(chosen), list(given.notes)
+    own = {item.key for item in given.items}.union(given.swept)
+    if config_name is None and {"data.train_files", "actor_rollout_ref.model.path"} <= own:
+        base, name = _locate(GENERAL, folder, extra)
+        notes.append("own model and own data: starting from config/ppo_trainer.yaml, not from the default task (tiny)")
+    composition = Composition(name, extra, list(given.problems), notes)
+    with_packages = config_name and (has_packages(base / f"{name}.yaml") or "@" in "".join(choices))
+    if with_packages and base != shipped_config_dir():
         of_file = extension_function("file_with_packages")(base, name, choices, composition)
-        composition.primary, base, name = GENERAL, shipped_config_dir(), GENERAL
-        return Plan(base, name, of_file + lines, composition, outcome.items, notes, outcome.swept, of_file, choices)
+        composition.primary = GENERAL
+        return Plan(shipped_config_dir(), GENERAL, of_file + lines, composition, given, [*choices, *lines])
     composition.choices = choices
-    return Plan(base, name, [*choices, *lines], composition, outcome.items, notes, outcome.swept)
+    return Plan(base, name, [*choices, *lines], composition, given, [*choices, *lines])
+
+
+def _named_plugins(overrides: Sequence[str]) -> list[str]:
+    """What `external_plugins` of the command line names."""
+    words = [word for word in overrides if word.lstrip("+").startswith("external_plugins=")]
+    override = parsed(words[-1]) if words else None
+    value: Any = override.value() if override else None
+    return [str(name) for name in value] if isinstance(value, list) else []
 
 
 def composed(plan: Plan) -> Config:
@@ -394,7 +405,7 @@ def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
         run_dir: `hydra.run.dir` where it is set: the run directory.
     """
     key = "trainer.default_local_dir"
-    explicit = {item.key for item in plan.items}.union(_explicit_in_file(plan.composition.explicit))
+    explicit = {item.key for item in plan.given.items}.union(_explicit_in_file(plan.composition.explicit))
     if run_dir is not None:
         own = OmegaConf.select(tree, key)
         if key in explicit and own is not None and to_absolute_path(own) != run_dir:
@@ -403,7 +414,7 @@ def finished(tree: DictConfig, plan: Plan, run_dir: str | None) -> Config:
         OmegaConf.update(tree, key, run_dir, force_add=True)
         explicit.add(key)
     raise_problems(plan.composition.problems)
-    _say_once(plan.notes + plan.composition.notes)
+    _say_once(plan.composition.notes)
     return _checked(tree, explicit)
 
 
@@ -434,10 +445,16 @@ def _locate(config_name: str, folder: str | Path | None, extra: tuple[Path, ...]
     name = config_name.removesuffix(".yaml")
     if not any((place / f"{name}.yaml").is_file() for place in (base, *extra, shipped_config_dir())):
         names = ", ".join(sorted(f.stem for f in base.glob("*.yaml"))) or "no YAML file"
-        found = why_missing(name)
+        found = _why_missing(name)
         hint = f". {found[1]}" if found else ""
         raise ConfigError(f"--config-name: no {name}.yaml in {base}, which holds {names}{hint}")
     return base, name
+
+
+def _why_missing(file: str) -> tuple[str, str] | None:
+    """(library, reason) where a configuration file is another library's and not offered."""
+    why_missing = optional_function("why_missing")
+    return why_missing and why_missing(file)
 
 
 def _folder(path: str | Path, flag: str) -> Path:
@@ -474,7 +491,10 @@ def _value_problems(merged: Any) -> list[Problem]:
 
 
 def _with_hint(text: str) -> str:
-    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered."""
+    """A Jinja text may hold `${...}`, which OmegaConf takes for its own; a resolver has to be registered; a class of
+    Hydra's ConfigStore may have an unknown key."""
+    if unknown := re.search(r"Key '\w+' not in .* full_key: (?!hydra)(\S+)", text):
+        return text + suggest_key(unknown[1])
     if ".custom_chat_template" not in text:
         resolver = "; register the resolver in a file that external_plugins names"
         return text + (resolver if "Unsupported interpolation type" in text else "")

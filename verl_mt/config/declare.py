@@ -1,17 +1,19 @@
-"""One option = type, default, doc, check, and when it means something: in one place.
+"""One option = type, default, doc, check, and when it has an effect: in one place.
 
-A condition is data: the same object decides whether a key that was set explicitly has no effect, and is printed in that
-refusal and on the page of all keys.
+The same `Condition` decides whether a key that was set explicitly has no effect, and is printed in that refusal and on
+the page of all keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 from verl_mt.errors import ConfigError
@@ -21,179 +23,80 @@ ValueOf = Callable[[str], Any]
 """Dotted key -> its value."""
 
 
+@dataclass(frozen=True)
 class Condition:
-    """Values of other keys. `str` prints it as a reader would set them: `algorithm.adv_estimator=gae`."""
+    """Values of other keys. `str` prints it as you would set them: `algorithm.adv_estimator=gae`."""
 
-    def holds(self, value_of: ValueOf) -> bool:
-        raise NotImplementedError
-
-    def missing(self, value_of: ValueOf) -> str:
-        """What does not hold, and the values that are there instead."""
-        raise NotImplementedError
-
-    def contradicts(self, value_of: ValueOf) -> bool:
-        """Where it does not hold: something else was chosen, and not only nothing."""
-        return True
-
-    def disables(self, explicit: Set[str]) -> bool:
-        """Where it does not hold: whether setting the keys `explicit` also permits unused dependent keys."""
-        return False
-
-
-@dataclass(frozen=True)
-class _Choice(Condition):
-    """A key has one of some values. Another choice contradicts its dependent keys, so none of them may be unused."""
-
-    key: str
-    values: tuple[Any, ...]
-    own: bool
-    why: str
+    keys: tuple[str, ...]
+    holds: Callable[[ValueOf], bool]
+    text: Callable[[], str]
+    is_switch: bool = False
+    """Its keys are on or off. Set one explicitly, and a key that needs it may be set without effect: verl's launch
+    scripts set `use_kl_loss=False kl_loss_type=low_var_kl`. Elsewhere another choice contradicts the key."""
 
     def __str__(self) -> str:
-        return f"{self.key}={' or '.join(map(str, self.values))}"
+        return self.text()
 
-    def holds(self, value_of: ValueOf) -> bool:
-        value = value_of(self.key)
-        return value in self.values or (self.own and names_code(value))
+    def __and__(self, other: Condition) -> Condition:
+        return _joined(all, " and ", self, other)
 
-    def missing(self, value_of: ValueOf) -> str:
-        return f"{self} (it is {shown(value_of(self.key))}{self.why and ', ' + self.why})"
-
-
-@dataclass(frozen=True)
-class _OtherThan(Condition):
-    """A key has none of some values."""
-
-    key: str
-    values: tuple[Any, ...]
-    known: Collection[str]
-
-    def __str__(self) -> str:
-        others = [name for name in self.known if name not in self.values]
-        return f"{self.key}={' or '.join(others)}" if others else f"{self.key} other than {' or '.join(self.values)}"
-
-    def holds(self, value_of: ValueOf) -> bool:
-        return value_of(self.key) not in self.values
-
-    def missing(self, value_of: ValueOf) -> str:
-        return f"{self} (it is {shown(value_of(self.key))})"
+    def __or__(self, other: Condition) -> Condition:
+        return _joined(any, " or ", self, other)
 
 
-@dataclass(frozen=True)
-class _Switch(Condition):
-    """A key has a value, or is True. Setting it to off also permits unused dependent keys: verl's launch
-    scripts set `use_kl_loss=False kl_loss_type=low_var_kl`, and `data.val_files=null` switches validation off."""
-
-    key: str
-    disabled_by: tuple[str, ...]
-    why: str
-    is_bool: bool
-
-    def __str__(self) -> str:
-        return f"{self.key}=True" if self.is_bool else self.key
-
-    def holds(self, value_of: ValueOf) -> bool:
-        value = value_of(self.key)
-        return bool(value) and value != "off"
-
-    def missing(self, value_of: ValueOf) -> str:
-        return f"{self} (it is {shown(value_of(self.key))}{self.why and ': ' + self.why})"
-
-    def contradicts(self, value_of: ValueOf) -> bool:
-        return False
-
-    def disables(self, explicit: Set[str]) -> bool:
-        return not explicit.isdisjoint((self.key, *self.disabled_by))
+def _joined(which: Callable[[Iterable[bool]], bool], word: str, *parts: Condition) -> Condition:
+    return Condition(
+        tuple(key for part in parts for key in part.keys),
+        lambda of: which(part.holds(of) for part in parts),
+        lambda: word.join(map(str, parts)),
+        all(part.is_switch for part in parts),
+    )
 
 
-@dataclass(frozen=True)
-class _Without(Condition):
-    """A key has no value."""
-
-    key: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"no {self.key}"
-
-    def holds(self, value_of: ValueOf) -> bool:
-        return not value_of(self.key)
-
-    def missing(self, value_of: ValueOf) -> str:
-        return f"{self}{self.why and f' ({self.why})'}"
+def only(key: str, *values: Any, own: bool = True) -> Condition:
+    """`key` has one of these values, or (`own`) is the dotted path or file.py:name of custom code."""
+    return Condition(
+        (key,),
+        lambda of: of(key) in values or (own and names_code(of(key))),
+        lambda: f"{key}={' or '.join(map(str, values))}",
+    )
 
 
-@dataclass(frozen=True)
-class _Several(Condition):
-    """All of them, or any one."""
-
-    parts: tuple[Condition, ...]
-    every: bool
-    text: str = ""
-    """In the place of a long list of keys, to read."""
-
-    def __str__(self) -> str:
-        return self.text or (" and " if self.every else " or ").join(map(str, self.parts))
-
-    def holds(self, value_of: ValueOf) -> bool:
-        return (all if self.every else any)(part.holds(value_of) for part in self.parts)
-
-    def missing(self, value_of: ValueOf) -> str:
-        if self.every:
-            return " and ".join(part.missing(value_of) for part in self.parts if not part.holds(value_of))
-        return f"{' or '.join(str(part) for part in self.parts)} (none of them is given)"
-
-    def contradicts(self, value_of: ValueOf) -> bool:
-        return any(part.contradicts(value_of) for part in self.parts if not part.holds(value_of))
-
-    def disables(self, explicit: Set[str]) -> bool:
-        return any(part.disables(explicit) for part in self.parts)
+def is_set(key: str) -> Condition:
+    """`key` is neither null, False, 0, off nor empty."""
+    return Condition((key,), lambda of: of(key) != "off" and bool(of(key)), lambda: f"{key} is set", is_switch=True)
 
 
-def only(key: str, *values: Any, own: bool = True, why: str = "") -> Condition:
-    """`key` has one of these values, or (`own`) is the dotted path or file.py:name of something of the user's.
-
-    Args:
-        why: a reason for a refusal, after the value that `key` has.
-    """
-    return _Choice(key, values, own, why)
-
-
-def other_than(key: str, *values: str, known: Collection[str]) -> Condition:
-    """`key` has none of these values.
-
-    Args:
-        known: the values to name to a reader, those that are ruled out among them.
-    """
-    return _OtherThan(key, values, known)
-
-
-def is_set(key: str, *, disabled_by: tuple[str, ...] = (), why: str = "") -> Condition:
-    """`key` is neither null, False, 0, off nor empty.
-
-    Args:
-        disabled_by: other keys that, set explicitly, also permit unused dependent keys.
-        why: as for `only`.
-    """
-    return _Switch(key, disabled_by, why, is_bool=False)
-
-
-def switched_on(key: str, *, why: str = "") -> Condition:
+def switched_on(key: str) -> Condition:
     """The boolean `key` is True."""
-    return _Switch(key, (), why, is_bool=True)
+    return replace(is_set(key), text=lambda: f"{key}=True")
 
 
-def without(key: str, *, why: str = "") -> Condition:
-    """`key` is null, False, 0 or empty."""
-    return _Without(key, why)
+def no_effect(items: Mapping[str, str], when: Condition, value_of: ValueOf) -> str:
+    """The text of an error.
+
+    Args:
+        items: key -> its value as text; none of them has an effect.
+        when: the condition that does not hold.
+    """
+    said, has, it = ", ".join(f"{key}={value}" for key, value in items.items()), "has", "it"
+    if len(items) > 1:
+        has, it = "have", "them"
+    found = [f"{key.rpartition('.')[2] if when.keys[1:] else 'it'} is {shown(value_of(key))}" for key in when.keys]
+    return f"{said} {has} no effect unless {when} ({', '.join(found)}). Set that too, or remove {it}"
 
 
-def any_of(*parts: Condition, text: str = "") -> Condition:
-    return _Several(parts, every=False, text=text)
+def conflicts(given: Mapping[str, Any], other: str, why: str) -> Iterator[str]:
+    """Texts of errors: keys that do not go with something else.
 
-
-def all_of(*parts: Condition) -> Condition:
-    return _Several(parts, every=True)
+    Args:
+        given: key -> its value; None and False = it is not set.
+        other: what they do not go with, as `key=value`.
+        why: a clause.
+    """
+    for key, value in given.items():
+        if value is not None and value is not False:
+            yield f"{key}={value} does not go with {other}: {why}. Remove one of them"
 
 
 class Limits(TypedDict, total=False):
@@ -204,6 +107,8 @@ class Limits(TypedDict, total=False):
     """Inclusive bounds of a number; null is always allowed where the type allows it."""
     below: float
     """Exclusive upper bound."""
+    off: float
+    """A number outside the bounds: none, or all."""
     choices: Collection[Any]
     """The values it may take."""
     removed: dict[Any, str]
@@ -231,8 +136,8 @@ def option(
     Args:
         default: the default; mutable ones (list, dict) are copied for each instance. A `Section` class: keys below.
         doc: one or two sentences with the unit; says what null means.
-        when: under which condition the key means something (None = always); a section's holds for its keys too. A key
-            that is given elsewhere, with another value than its default, is refused.
+        when: when the key has an effect (None = always); a section's condition holds for its keys too. If it does not
+            hold, another value than the default is refused.
         allow_unused: values that are accepted although the key has no effect; True = any value.
     """
     metadata = {"doc": doc, "when": when, "allow_unused": allow_unused, **limits}
@@ -267,6 +172,23 @@ class Section:
             if also and value in also:
                 setattr(self, item.name, also[value])
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        """Values that do not go together: its own, or its own and other keys'.
+
+        Args:
+            config: the whole configuration.
+            key: where this section is.
+
+        Raises:
+            ConfigError: one more, the last.
+        """
+        return iter(())
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], key: str) -> Section:
+        """A mapping whose `options` this class is: `read_options`, unless other classes hold some of them."""
+        return read_options(cls, given, key)
+
 
 def _restored(cls: type[Section], values: dict[str, Any]) -> Section:
     section: Section = object.__new__(Section.extended_of(cls, of_others=True))
@@ -297,28 +219,19 @@ def read_options(cls: type[S], given: Mapping[str, Any], key: str) -> S:
     options = cls(**given)
     for name, value in given.items():
         when = known[name].metadata["when"]
-        if value not in (None, False) and when is not None and not when.holds(lambda k: getattr(options, k)):
-            raise ConfigError(
-                f"{key}.{name} is {shown(value)}, which means something only with "
-                f"{when.missing(lambda k: getattr(options, k))}: set that too, or leave it out"
-            )
+        if value not in (None, False) and when is not None and not when.holds(partial(getattr, options)):
+            raise ConfigError(no_effect({f"{key}.{name}": shown(value)}, when, partial(getattr, options)))
     return options
 
 
 def _check_type(key: str, value: Any, hint: Any) -> None:
     """Of what a mapping holds, which OmegaConf does not look at; texts are held against their choices."""
-    kinds = set(typing.get_args(hint) or (hint,))
-    if value is None and types.NoneType in kinds:
-        return
-    expected = next((words for kind, words in _KINDS.items() if kind in kinds), None)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = {
-        bool: isinstance(value, bool), int: is_number and isinstance(value, int), float: is_number,
-        str: isinstance(value, str),
-    }  # fmt: skip
-    if expected is not None and not any(fits.get(kind, False) for kind in kinds):
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    words = next((words for kind, words in _KINDS.items() if kind in kinds), None)
+    fits = type(value) in kinds or (type(value) is int and float in kinds)
+    if words is not None and not fits:
         null = ", or null" if types.NoneType in kinds else ""
-        raise ConfigError(f"{key}: got {value!r}, expected {expected}{null}")
+        raise ConfigError(f"{key}: got {value!r}, expected {words}{null}")
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -329,26 +242,36 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "min": (operator.ge, "at least"), "max": (operator.le, "at most"), "below": (operator.lt, "below"),
+}  # fmt: skip
+
+
+def bounds(metadata: Mapping[str, Any], value: float | None = None) -> list[str]:
+    """What a number must be, in words: those bounds that `value` is outside of; None = all."""
+    off = f" or {metadata['off']}" if "off" in metadata else ""
+    return [
+        f"{words} {metadata[name]}{off}"
+        for name, (holds, words) in _BOUNDS.items()
+        if name in metadata and (value is None or not holds(value, metadata[name]))
+    ]
+
+
 def check_option(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     """Raises:
     ConfigError: the value is out of bounds, not finite or not among the choices.
     """
-    choices, low, high, below = (metadata.get(k) for k in ("choices", "min", "max", "below"))
-    removed = metadata.get("removed", {})
+    choices, removed, plugin = metadata.get("choices"), metadata.get("removed", {}), metadata.get("plugin", False)
     if value in list(removed):
         raise ConfigError(f"{name}: {value!r} was removed. {removed[value]}")
-    plugin = metadata.get("plugin", False)
-    known = choices is None or value in choices or value in list(metadata.get("also", ()))
-    if not known and not (plugin and names_code(value)):
+    if value in list(metadata.get("also", ())):
+        return
+    if choices is not None and value not in choices and not (plugin and names_code(value)):
         path = ", or a dotted path or file.py:name" if plugin else ""
-        raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices or ()))}{path}")
-    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ConfigError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}{path}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value != metadata.get("off"):
         # Every comparison with nan is False: the bounds would let it pass.
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name}: got {value}, must be a finite number")
-        if low is not None and value < low:
-            raise ConfigError(f"{name}: got {value}, must be at least {low}")
-        if high is not None and value > high:
-            raise ConfigError(f"{name}: got {value}, must be at most {high}")
-        if below is not None and value >= below:
-            raise ConfigError(f"{name}: got {value}, must be below {below}")
+        if wrong := bounds(metadata, value):
+            raise ConfigError(f"{name}: got {value}, must be {wrong[0]}")

@@ -9,7 +9,8 @@ group `verl_mt.config_sections`::
 
     SECTIONS = ConfigSections({"curriculum": CurriculumConfig})  # curriculum.start=0.3
 
-A section that the core has gets further keys (`{"actor_rollout_ref.rollout": RolloutKeys}`). Code reads them typed:
+A section that the core has gets further keys (`{"actor_rollout_ref.rollout": RolloutKeys}`). Override
+`Section.problems` to check values that do not go together. Code reads them typed:
 `section_of(config, CurriculumConfig).start`.
 """
 
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import threading
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ class ConfigSections:
     sections: Mapping[str, type[Section]]
     """Dotted key -> its class. Of a section that exists: a class with the further keys."""
     problems: Callable[[Any], Iterator[str]] = lambda config: iter(())
-    """(the whole configuration) -> what cannot be: each names its keys, what was found and what to do."""
+    """(the whole configuration) -> texts of errors: about keys that the extension reads and others declare. Each names
+    its keys, what was found and what to do."""
 
 
 @functools.cache
@@ -93,11 +95,16 @@ def keys_of_packages() -> frozenset[str]:
 
 
 def _keys_of(cls: type, at: str) -> Iterator[str]:
+    yield from (f"{at}.{item.name}" for item in dataclasses.fields(cls))
+    for name, inside in _sections_in(cls):
+        yield from _keys_of(inside, f"{at}.{name}")
+
+
+def _sections_in(cls: type) -> list[tuple[str, type[Section]]]:
+    """(name, class) of the sections right below one."""
     hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        yield f"{at}.{item.name}"
-        if isinstance(hints[item.name], type) and issubclass(hints[item.name], Section):
-            yield from _keys_of(hints[item.name], f"{at}.{item.name}")
+    inside = [(item.name, hints[item.name]) for item in dataclasses.fields(cls)]
+    return [(name, hint) for name, hint in inside if isinstance(hint, type) and issubclass(hint, Section)]
 
 
 _MAKING = threading.RLock()
@@ -137,53 +144,31 @@ _Given = dict[str, list[tuple[str, type[Section]]]]
 
 def _extend(cls: type, key: str, given: _Given, made: dict[type, type]) -> type:
     """The class of the section `key` with what is given for it and below it, which is taken out of `given`."""
-    hints, fields = typing.get_type_hints(cls), {item.name: item for item in dataclasses.fields(cls)}
-    bases = [more for _, more in given.get(key, [])]
-    _refuse_twice(key, dict.fromkeys(fields, "verl_mt"), given.pop(key, []))
+    fields, more = {item.name: item for item in dataclasses.fields(cls)}, given.pop(key, [])
+    owners = dict.fromkeys(fields, "verl_mt")
+    for owner, base in more:
+        for item in dataclasses.fields(base):
+            if (first := owners.setdefault(item.name, owner)) != owner:
+                twice = f"{key}.{item.name}".lstrip(".")
+                raise PluginError(
+                    f"entry point {owner!r} of {GROUP}: {first} has the key {twice} already; rename yours"
+                )
     new: list[tuple[str, type, Any]] = []
-    for name in (*fields, *_new_sections(key, fields, given)):
-        below = f"{key}.{name}".lstrip(".")
-        if name not in fields:
-            (_, inside), *others = given[below]
-            given[below] = others
+    for name, inside in _sections_in(cls):
+        if (extended := _extend(inside, f"{key}.{name}".lstrip("."), given, made)) is not inside:
+            metadata = fields[name].metadata
+            new.append((name, extended, dataclasses.field(default_factory=extended, metadata=metadata)))
+    for below in list(given):
+        parent, _, name = below.rpartition(".")
+        if parent == key and name not in fields:
+            (_, inside), *given[below] = given[below]
             extended = _extend(inside, below, given, made)
             new.append((name, extended, option(extended, (inside.__doc__ or below).strip().splitlines()[0])))
-            continue
-        inside, metadata = hints[name], fields[name].metadata
-        is_section = isinstance(inside, type) and issubclass(inside, Section)
-        if is_section and (extended := _extend(inside, below, given, made)) is not inside:
-            new.append((name, extended, dataclasses.field(default_factory=extended, metadata=metadata)))
-    if not new and not bases:
+    if not new and not more:
         return cls
-    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, "core": cls}
-    made[cls] = dataclasses.make_dataclass(cls.__name__, new, bases=(*bases, cls), namespace=namespace)
+    bases, namespace = (*(base for _, base in more), cls), {"__doc__": cls.__doc__, "__module__": cls.__module__}
+    made[cls] = dataclasses.make_dataclass(cls.__name__, new, bases=bases, namespace=namespace | {"core": cls})
     return made[cls]
-
-
-def _new_sections(key: str, fields: Container[str], given: _Given) -> list[str]:
-    """Names of sections right below `key` that extensions bring."""
-    names = [below.rpartition(".")[2] for below in given if below.rpartition(".")[0] == key]
-    return [name for name in names if name not in fields]
-
-
-def _refuse_twice(key: str, owners: dict[str, str], more: list[tuple[str, type[Section]]]) -> None:
-    for name, cls in more:
-        for item in dataclasses.fields(cls):
-            if (owner := owners.setdefault(item.name, name)) != name:
-                twice = f"{key}.{item.name}".lstrip(".")
-                raise PluginError(f"entry point {name!r} of {GROUP}: {owner} has the key {twice} already; rename yours")
-
-
-@functools.cache
-def classes_of(root: Any) -> frozenset[type]:
-    """The classes of the core's own sections, `root` among them."""
-    fields = {item.name for item in dataclasses.fields(root)}
-    inside = [hint for name, hint in typing.get_type_hints(root).items() if name in fields and isinstance(hint, type)]
-    found: set[type] = {root}
-    sections: list[Any] = [cls for cls in inside if issubclass(cls, Section)]
-    for cls in sections:
-        found |= classes_of(cls)
-    return frozenset(found)
 
 
 def section_of(config: Section, cls: type[S]) -> S:
@@ -195,14 +180,9 @@ def section_of(config: Section, cls: type[S]) -> S:
     Raises:
         PluginError: it holds none: `cls` is not named by an entry point of `verl_mt.config_sections`.
     """
-    for section in _sections(config):
+    inside = [config]
+    for section in inside:
         if isinstance(section, cls):
             return section
+        inside += [value for value in vars(section).values() if isinstance(value, Section)]
     raise PluginError(f"no section of the configuration is a {cls.__name__}: name it by an entry point of {GROUP}")
-
-
-def _sections(section: Section) -> Iterator[Section]:
-    yield section
-    for item in dataclasses.fields(section):
-        if isinstance(value := getattr(section, item.name), Section):
-            yield from _sections(value)

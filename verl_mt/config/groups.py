@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -32,7 +34,13 @@ def is_choice(override: str, folders: Sequence[Path] = ()) -> bool:
     sets_keys = value.startswith(("{", "[") if group == "logger" else "{")
     if not group or not (value or override.startswith("~")) or sets_keys:
         return False
-    return any((folder / group).is_dir() for folder in (*folders, *group_folders())) and parsed(override) is not None
+    found = any((folder / group).is_dir() for folder in (*folders, *group_folders()))
+    return (found or _is_stored(group)) and parsed(override) is not None
+
+
+def _is_stored(group: str) -> bool:
+    """Whether the program has added the group to Hydra's ConfigStore. Hydra's own groups are there too."""
+    return not group.startswith("hydra") and ConfigStore.instance().get_type(group) == ObjectType.GROUP
 
 
 def parsed(override: str) -> Override | None:

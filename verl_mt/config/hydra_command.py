@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_mt.config.hydra_source import RUN_DIR
 from verl_mt.config.schema import sections
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import optional_function
 
 _HELP = {
     "config_name": "YAML file to start from (a name without .yaml, or a path)",
@@ -44,14 +45,24 @@ def command_parser(module: str, usage: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Raises:
-    ConfigError: a flag is unknown, or its value is missing or wrong.
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """A command line; flags of other libraries are overrides.
+
+    Raises:
+        ConfigError: a flag is unknown, or its value is missing or wrong.
     """
+    known = parser._option_string_actions
+    if any(word.startswith("--") and word.partition("=")[0] not in known for word in argv):
+        translate = optional_function("translate_flags")
+        argv = translate(argv) if translate else argv
+    # Of `--info key=value` the parser would take the override for what to print.
+    pairs = zip(argv, [*argv[1:], ""])
+    argv = ["--info=all" if word in ("--info", "-i") and "=" in after else word for word, after in pairs]
     try:
-        flags, unknown = parser.parse_known_args(words)
+        flags, more = parser.parse_known_intermixed_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; --help lists the flags") from None
+    unknown = [word for word in more if word.startswith("-")]
     if unknown:
         raise ConfigError(f"unknown flag {' '.join(unknown)}; --help lists the flags, overrides are key=value")
     if flags.experimental_rerun is not None:

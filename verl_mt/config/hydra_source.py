@@ -24,13 +24,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.groups import GROUPS, group_of, parsed, with_places
-from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, on_purpose, raise_problems
+from verl_mt.config.normalize import Outcome, Problem, literal, normalize_tree, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import schema
 from verl_mt.config_paths import config_dir, group_folders
 from verl_mt.errors import ConfigError
+from verl_mt.plugins import optional_function
 from verl_mt.reading import parse_yaml
 
 BASE = "base_config"
@@ -63,7 +63,7 @@ class Composition:
     hydra: dict[str, Any] = field(default_factory=dict)
     """Hydra's keys, where the primary file does not set them."""
     output_subdir: str | None = ".hydra"
-    """Folder of Hydra's files in the run directory; the run writes them, redacted (`record_output`)."""
+    """Folder of Hydra's files in the run directory; the run writes them, redacted (`HydraOutput`)."""
     redacted: bool = False
     """Secrets of the files are replaced: Hydra prints or saves what it composes."""
 
@@ -158,7 +158,7 @@ class VerlMTConfigSource(FileConfigSource):
         plain = composition is not None and composition.plain
         nested, outcome = (content, Outcome()) if plain else normalize_tree(content, str(file), package)
         if "hydra" in special:
-            special["hydra"] = self._hydra_block(dict(special["hydra"] or {}), str(file), outcome)
+            special["hydra"] = _own_search_path(dict(special["hydra"] or {}), str(file), outcome)
         if composition is None:
             raise_problems(outcome.problems)
         else:
@@ -166,7 +166,7 @@ class VerlMTConfigSource(FileConfigSource):
             composition.notes += outcome.notes
             is_primary = config_path.removesuffix(".yaml") == composition.primary
             if is_primary and file.parent != config_dir().resolve():
-                composition.explicit |= on_purpose(outcome)
+                composition.explicit |= outcome.explicit
             if is_primary:
                 _complete_primary(special, composition)
             if entries := special.get("defaults"):
@@ -177,17 +177,19 @@ class VerlMTConfigSource(FileConfigSource):
         config = OmegaConf.create({**special, **nested})
         return ConfigResult(config=config, path=f"{_SCHEME}://{self.path}", provider=self.provider, header=header)
 
-    def _hydra_block(self, block: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
-        """Hydra's own keys. Names in the files of its search path are normalised too."""
-        if "searchpath" in block:
-            shipped = tuple(family.config_folder for family in families().values() if family.config_folder)
-            left_out = [entry for entry in block["searchpath"] or [] if str(entry).rstrip("/").endswith(shipped)]
-            outcome.notes += [
-                f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
-                for entry in left_out
-            ]
-            block["searchpath"] = [normalised_folder(e) for e in block["searchpath"] or [] if e not in left_out]
+
+def _own_search_path(block: dict[str, Any], where: str, outcome: Outcome) -> dict[str, Any]:
+    """Hydra's keys of a file. Names in the files of its search path are normalised too."""
+    if "searchpath" not in block:
         return block
+    is_shipped, kept = optional_function("is_shipped"), []
+    for entry in block["searchpath"] or []:
+        if is_shipped and is_shipped(str(entry)):
+            text = f"hydra.searchpath entry {entry} ({where}) is left out: the shipped folder is always searched"
+            outcome.notes.append(text)
+        else:
+            kept.append(normalised_folder(entry))
+    return {**block, "searchpath": kept}
 
 
 def _complete_primary(special: dict[str, Any], composition: Composition) -> None:
@@ -201,45 +203,39 @@ def _complete_primary(special: dict[str, Any], composition: Composition) -> None
     special["hydra"] = OmegaConf.to_container(OmegaConf.merge(ours, block))
 
 
+def mapping_in(file: Path) -> dict[str, Any]:
+    """The content of a YAML file; empty if there is none."""
+    content = read_yaml(file) if file.is_file() else None
+    return content if isinstance(content, dict) else {}
+
+
+def hydra_keys_in(file: Path) -> dict[str, Any]:
+    """Hydra's keys of a YAML file, which need not exist."""
+    block = mapping_in(file).get("hydra")
+    return block if isinstance(block, dict) else {}
+
+
 def has_packages(file: Path) -> bool:
     """Whether a YAML file puts others at places of its choice: `- actor@actor_rollout_ref.actor: dp_actor`."""
-    content = read_yaml(file)
-    entries = content.get("defaults") or [] if isinstance(content, dict) else []
+    entries = mapping_in(file).get("defaults") or []
     return any("@" in str(key) for entry in entries if isinstance(entry, dict) for key in entry)
 
 
-def own_search_path(word: str) -> str:
-    """An override; of one of `hydra.searchpath` with its folders as `normalised_folder` gives them."""
-    key, entries = word.partition("=")[0], _search_path(word)
-    return word if entries is None else f"{key}={literal([normalised_folder(entry) for entry in entries])}"
-
-
-def searched_folders(words: Sequence[str], file: Path) -> list[Path]:
-    """The folders that `hydra.searchpath` names: on the command line, else in the primary file.
+def with_search_path(words: Sequence[str], file: Path) -> tuple[list[str], list[Path]]:
+    """(overrides with folders of `hydra.searchpath` as `normalised_folder` gives them, the folders that are searched).
 
     Args:
-        words: overrides, after `own_search_path`.
+        words: overrides. If none names folders, those of the file count.
         file: the primary file, which need not exist.
     """
-    for word in reversed(words):
-        if (entries := _search_path(word)) is not None:
-            return _folders(entries)
-    content = read_yaml(file) if file.is_file() else None
-    block = content.get("hydra") if isinstance(content, dict) else None
-    return _folders(block.get("searchpath") if isinstance(block, dict) else None)
-
-
-def _search_path(word: str) -> list[Any] | None:
-    """The entries of an override of `hydra.searchpath`; None where it is another, or no list."""
-    override = parsed(word) if word.lstrip("+").startswith("hydra.searchpath=") else None
-    value: Any = override.value() if override else None
-    return value if isinstance(value, list) else None
-
-
-def _folders(entries: Any) -> list[Path]:
-    """The folders among entries of `hydra.searchpath`."""
-    found = map(str, map(normalised_folder, entries or []))
-    return [Path(entry.removeprefix(f"{_SCHEME}://")) for entry in found if entry.startswith(_SCHEME)]
+    entries, kept = hydra_keys_in(file).get("searchpath"), list(words)
+    for index, word in enumerate(words):
+        override = parsed(word) if word.lstrip("+").startswith("hydra.searchpath=") else None
+        if override and isinstance(value := override.value(), list):
+            entries = value
+            kept[index] = f"{word.partition('=')[0]}={literal([normalised_folder(entry) for entry in value])}"
+    found = [str(normalised_folder(entry)).partition(f"{_SCHEME}://")[2] for entry in entries or []]
+    return kept, [Path(folder) for folder in found if folder]
 
 
 def normalised_folder(entry: Any) -> Any:

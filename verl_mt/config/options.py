@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mt.config.declare import Section, any_of, is_set, option, read_options
+from verl_mt.config.declare import Section, is_set, option, read_options
+from verl_mt.config.policy_losses import KEY, POLICY_LOSSES, loss_mode
 from verl_mt.errors import ConfigError
 
 KL_CTRL = "algorithm.kl_ctrl"
 RC = "algorithm.rollout_correction"
+_BOUND = f"{RC}.rollout_rs_threshold"
 
 LEVELS = ("token", "sequence", "geometric")
 _BOUNDED_BY_RATIO = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -32,6 +34,15 @@ class KLControlOptions(Section):
     target_kl: float = option(0.1, "adaptive: the mean penalty per token that is aimed at.", min=1e-9)
     horizon: float = option(10000.0, "adaptive: trajectories over which the weight moves.", min=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type == "adaptive" and self.kl_coef == 0:
+            raise ConfigError(f"{KL_CTRL}.kl_coef=0 with type=adaptive: 0 times anything stays 0. Set 0.001")
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        if config.algorithm.use_kl_in_reward and self.kl_coef == 0:
+            yield f"algorithm.use_kl_in_reward with {key}.kl_coef=0 penalises nothing. Set a weight, or remove it"
+
 
 def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
     """The mapping of a configuration, checked.
@@ -39,12 +50,7 @@ def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
     Raises:
         ConfigError: an unknown key or a value that cannot be.
     """
-    options = read_options(KLControlOptions, given, KL_CTRL)
-    if options.type == "adaptive" and options.kl_coef == 0:
-        raise ConfigError(
-            f"{KL_CTRL}.kl_coef is 0 with type=adaptive: 0 times anything stays 0; give a start, e.g. 0.001"
-        )
-    return options
+    return read_options(KLControlOptions, given, KL_CTRL)
 
 
 @dataclass
@@ -54,7 +60,7 @@ class RolloutCorrectionOptions(Section):
 
     rollout_is: str | None = option(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
     rollout_is_threshold: float = option(
-        2.0, "Larger weights are cut to it.", min=1e-6, when=any_of(is_set("rollout_is"), is_set("rollout_rs"))
+        2.0, "Larger weights are cut to it.", min=1e-6, when=is_set("rollout_is") | is_set("rollout_rs")
     )
     rollout_is_threshold_lower: float = option(
         0.0, "Smaller weights are raised to it.", min=0, when=is_set("rollout_is")
@@ -130,6 +136,68 @@ class RolloutCorrectionOptions(Section):
     def _rejection(self) -> str:
         return _BOUNDED_BY_RATIO.get(self.rollout_rs or "token", self.rollout_rs or "token_k1")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lower, upper = self.rollout_is_threshold_lower, self.rollout_is_threshold
+        if self.rollout_is is not None:
+            _require_one("weights", "rollout_is_threshold_lower, rollout_is_threshold", lower, upper)
+        if self.rollout_rs_threshold is not None or self.rollout_rs is not None:
+            self._check_rejection()
+
+    def _check_rejection(self) -> None:
+        """Bounds that leave nothing between them, or that an estimator does not have."""
+        upper, has_lower = self.rollout_rs_threshold, self.rollout_rs_threshold_lower is not None
+        if isinstance(upper, str):
+            if has_lower:
+                raise ConfigError(f"{_BOUND}={upper} has a lower bound: leave rollout_rs_threshold_lower out")
+            try:
+                low, high = map(float, upper.split("_"))
+            except ValueError:
+                raise ConfigError(f"{_BOUND}: got {upper!r}, expected a number, or lower_upper (0.5_2.0)") from None
+            if not 0 <= low < high:
+                raise ConfigError(f"{_BOUND}={upper}: the lower bound must be at least 0 and below the upper one")
+        if self.rollout_rs is None:
+            return
+        if self.estimator != "k1" and (isinstance(upper, str) or has_lower):
+            raise ConfigError(
+                f"{RC}.rollout_rs={self.rollout_rs} is never negative and has an upper bound only: give one number"
+            )
+        if not isinstance(upper, str) and (self.rollout_is_threshold if upper is None else upper) <= 0:
+            raise ConfigError(f"{_BOUND}={upper} must be above 0: it would reject everything")
+        if self.estimator == "k1":
+            names = "rollout_rs_threshold_lower, else 1 / upper, and rollout_rs_threshold, else rollout_is_threshold"
+            _require_one(f"ratios of rollout_rs={self.rollout_rs}", names, *self.bounds)
+
+    @property
+    def switches(self) -> list[str]:
+        """Those that compare the trainer's log-probs with the sampler's before the first update, as `key=value`."""
+        names = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold")
+        return [f"{RC}.{name}={getattr(self, name)}" for name in names if getattr(self, name) is not None]
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        actor, given = config.actor_rollout_ref.actor, self.switches
+        if given and actor.use_sampler_log_probs == "always":
+            yield (
+                f"{' and '.join(given)} with actor_rollout_ref.actor.use_sampler_log_probs=always: ratios are taken to "
+                "the sampler already, and the trainer's log-probs that a correction compares with it are not "
+                "computed. Set use_sampler_log_probs=auto, or remove the correction"
+            )
+        by_token = [text for text in given if text.endswith("=token") or "=token_k" in text]
+        mode = loss_mode(actor.policy_loss)
+        if by_token and mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on == "trajectory":
+            yield (
+                f"{' and '.join(by_token)} with {KEY}.loss_mode={mode}: a weight or mask per token would turn the "
+                "ratio of a sequence into another one; use sequence or geometric, or a loss per token"
+            )
+
+
+def _require_one(what: str, names: str, lower: float, upper: float) -> None:
+    if not (lower <= 1 <= upper and lower < upper):
+        raise ConfigError(
+            f"{RC}: {what} are bounded to [{lower:g}, {upper:g}] ({names}), which leaves out 1, where trainer and "
+            "sampler agree: the lower bound must be at most 1 and the upper one at least 1 (2 is usual)"
+        )
+
 
 def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOptions:
     """The mapping of a configuration, checked.
@@ -137,55 +205,4 @@ def read_rollout_correction(given: Mapping[str, Any]) -> RolloutCorrectionOption
     Raises:
         ConfigError: an unknown key, a value that cannot be, or a number whose switch is off.
     """
-    upper = given.get("rollout_rs_threshold")
-    if isinstance(upper, str):
-        _check_range(upper)
-    options = read_options(RolloutCorrectionOptions, given, RC)
-    for problem in (*_weight_problems(options), *_rejection_problems(options)):
-        raise ConfigError(problem)
-    return options
-
-
-def _check_range(text: str) -> None:
-    key = f"{RC}.rollout_rs_threshold"
-    try:
-        lower, upper = (float(part) for part in text.split("_"))
-    except ValueError:
-        raise ConfigError(f"{key}: got {text!r}, expected a number, or two as lower_upper (0.5_2.0)") from None
-    if not 0 <= lower < upper:
-        raise ConfigError(f"{key}: got {text!r}; the lower bound must be at least 0 and below the upper one")
-
-
-def _weight_problems(options: RolloutCorrectionOptions) -> Iterator[str]:
-    lower, upper = options.rollout_is_threshold_lower, options.rollout_is_threshold
-    if options.rollout_is is not None and not (lower <= 1 <= upper and lower < upper):
-        yield (
-            f"{RC}: weights are bounded to [{lower:g}, {upper:g}] (rollout_is_threshold_lower, rollout_is_threshold), "
-            "which leaves out 1, where trainer and sampler agree: the upper one must be at least 1 (2 is usual), the "
-            "lower one at most 1"
-        )
-
-
-def _rejection_problems(options: RolloutCorrectionOptions) -> Iterator[str]:
-    """Of bounds that leave nothing between them, or that an estimator does not have."""
-    if options.rollout_rs is None:
-        return
-    upper = options.rollout_is_threshold if options.rollout_rs_threshold is None else options.rollout_rs_threshold
-    has_lower = options.rollout_rs_threshold_lower is not None
-    if isinstance(upper, str) and has_lower:
-        yield f"{RC}.rollout_rs_threshold is {upper!r}, which has a lower bound: leave rollout_rs_threshold_lower out"
-    elif options.estimator != "k1":
-        if isinstance(upper, str) or has_lower:
-            yield f"{RC}.rollout_rs={options.rollout_rs} is never negative and has an upper bound only: give one number"
-        elif upper <= 0:
-            yield f"{RC}.rollout_rs_threshold is {upper}: it would reject everything"
-    elif not isinstance(upper, str) and upper <= 0:
-        yield f"{RC}.rollout_rs_threshold is {upper}, must be above 0: it bounds a ratio"
-    else:
-        lower, upper = options.bounds
-        if lower >= upper or not lower <= 1 <= upper:
-            yield (
-                f"{RC}: rollout_rs={options.rollout_rs} keeps ratios in [{lower:g}, {upper:g}], which leaves out 1, "
-                "where trainer and sampler agree: the lower bound (rollout_rs_threshold_lower, else 1 / upper) must be "
-                "at most 1 and the upper one (rollout_rs_threshold, else rollout_is_threshold) at least 1"
-            )
+    return read_options(RolloutCorrectionOptions, given, RC)

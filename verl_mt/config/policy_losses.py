@@ -9,11 +9,11 @@ The classes load without torch, since every configuration is checked with them. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl_mt.config.declare import Condition, Section, ValueOf, check_option, only, option, read_options
+from verl_mt.config.declare import Condition, Section, ValueOf, check_option, option, read_options
 from verl_mt.errors import ConfigError
 from verl_mt.plugins import Registry, names_code, suggest
 
@@ -64,6 +64,10 @@ class PolicyLoss(Section):
         Raises:
             ConfigError: they contradict each other.
         """
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        self.check(config.actor_rollout_ref.actor)
+        return iter(())
 
     def over_mini_batch(self, whole: Any, *, clip_low: float, clip_high: float) -> dict[str, Tensor]:
         """Look at the whole mini-batch before it is split, so that no split changes the loss. Collective.
@@ -134,29 +138,24 @@ class LossChoice(Section):
 
     loss_mode: str = option("vanilla", "The loss.", choices=POLICY_LOSSES, plugin=True)
 
+    @classmethod
+    def read(cls, given: Mapping[str, Any], key: str) -> PolicyLoss:
+        return read_policy_loss(given)
 
-@dataclass(frozen=True)
-class ReadsClip(Condition):
-    """The chosen loss reads one of the arguments `clip_low`, `clip_high` and `clip_c`."""
 
-    arguments: tuple[str, ...]
+def reads(*arguments: str) -> Condition:
+    """The chosen loss reads one of these of `clip_low`, `clip_high` and `clip_c`."""
+    key = f"{KEY}.loss_mode"
 
-    def _choice(self) -> Condition:
-        # Made when it is asked for: the table may have got another loss.
-        readers = [name for name in POLICY_LOSSES.names() if set(self.arguments) & set(POLICY_LOSSES.find(name).clips)]
-        return only(f"{KEY}.loss_mode", *readers, why="which has no such bound")
+    def holds(value_of: ValueOf) -> bool:
+        mode = value_of(key)  # the other losses are loaded for a reader only
+        return names_code(mode) or (mode in POLICY_LOSSES and not set(arguments).isdisjoint(POLICY_LOSSES[mode].clips))
 
-    def __str__(self) -> str:
-        return str(self._choice())
+    def text() -> str:
+        readers = [name for name in POLICY_LOSSES.names() if set(arguments) & set(POLICY_LOSSES.find(name).clips)]
+        return f"{key}={' or '.join(readers)}"
 
-    def holds(self, value_of: ValueOf) -> bool:
-        mode = value_of(f"{KEY}.loss_mode")  # the others are loaded for a reader only
-        if names_code(mode):
-            return True
-        return mode in POLICY_LOSSES and bool(set(self.arguments) & set(POLICY_LOSSES[mode].clips))
-
-    def missing(self, value_of: ValueOf) -> str:
-        return self._choice().missing(value_of)
+    return Condition((key,), holds, text)
 
 
 def loss_mode(given: Mapping[str, Any]) -> str:

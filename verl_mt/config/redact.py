@@ -21,16 +21,7 @@ _SECRET_NAME = re.compile(
     r"bearer|cookies?|jwt)$",
     re.IGNORECASE,
 )
-_HARMLESS = {
-    "eos_token",
-    "pad_token",
-    "bos_token",
-    "unk_token",
-    "stop_token",
-    "mask_token",
-    "end_token",
-    "start_token",
-}
+_HARMLESS = {f"{name}_token" for name in ("eos", "pad", "bos", "unk", "stop", "mask", "end", "start")}
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:[^},]*(?:,(?:null|''|\"\")?)?\}")
 """A variable's name. With a default it may hold the secret itself."""
 _TEMPLATE = re.compile(r"\{[{%]")

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_mt.config.declare import Section, any_of, is_set, option, other_than, switched_on
-from verl_mt.plugins import Registry
+from verl_mt.config.declare import Condition, Section, conflicts, is_set, option, switched_on
+from verl_mt.plugins import Registry, names_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_TURNS = f"{_ROLLOUT}.multi_turn"
+WITHOUT_GROUPS = ("reinforce_plus_plus", "gae", "remax")
+"""Estimators whose advantage of a trajectory does not depend on the others of its prompt: one sample will do."""
 VALIDATES = is_set("data.val_files")
 GENERATES = is_set(f"{_ROLLOUT}.custom_generate_function_path")
 _HAS_INTERACTION = is_set(f"{_ROLLOUT}.interaction_config_file")
 _HAS_SCHEDULER = is_set(f"{_ROLLOUT}.multi_turn.scheduler")
-# verl's launch scripts say with `multi_turn.enable` alone whether its neighbours are to rest.
-_OF_TOOLS = (is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file", disabled_by=(f"{_TURNS}.enable",)), GENERATES)
-_HAS_TOOLS = any_of(*_OF_TOOLS)
-_HAS_AGENT = is_set(f"{_ROLLOUT}.agent_function_path")
+_DEFAULT_ENVIRONMENT = is_set(f"{_ROLLOUT}.environment.path")
+_HAS_ENVIRONMENT = _DEFAULT_ENVIRONMENT | is_set(f"{_ROLLOUT}.environment.named")
+# verl's launch scripts say with `multi_turn.enable` alone whether several turns are wanted.
+_HAS_TOOLS = (
+    is_set(f"{_ROLLOUT}.tool_kwargs.tools_config_file")
+    | GENERATES
+    | _HAS_ENVIRONMENT
+    | switched_on(f"{_ROLLOUT}.multi_turn.enable")
+)
 # An agent runs its calls itself, but they are read from the model's text here.
-_READS_CALLS = any_of(*_OF_TOOLS, _HAS_AGENT)
-_SEVERAL_TURNS = any_of(
-    *_OF_TOOLS,
-    _HAS_INTERACTION,
-    _HAS_SCHEDULER,
-    _HAS_AGENT,
-    switched_on(f"{_TURNS}.enable"),
-    text="tools, an interaction, a scheduler, a generate function, an agent or multi_turn.enable=True",
+_READS_CALLS = _HAS_TOOLS | is_set(f"{_ROLLOUT}.agent_function_path")
+_SEVERAL_TURNS = replace(
+    _READS_CALLS | _HAS_INTERACTION | _HAS_SCHEDULER,
+    text=lambda: (
+        "there are tools, an environment, an interaction, a scheduler, a generate function, an agent or "
+        "multi_turn.enable=True"
+    ),
 )
 ENGINES: Registry[Any] = Registry(
     "inference engine",
@@ -37,7 +43,12 @@ ENGINES: Registry[Any] = Registry(
     group="verl_mt.engines",
 )
 """Name -> the class of an inference engine, which is loaded when it is chosen."""
-OTHER_ENGINE = other_than(f"{_ROLLOUT}.name", "local", "scripted", known=ENGINES)
+_HERE = ("local", "scripted")
+OTHER_ENGINE = Condition(
+    (f"{_ROLLOUT}.name",),
+    lambda of: of(f"{_ROLLOUT}.name") not in _HERE,
+    lambda: f"{_ROLLOUT}.name={' or '.join(name for name in ENGINES if name not in _HERE) or 'a custom engine'}",
+)
 """An engine that is sent weights: SGLang, one of another package, or one of the user's."""
 
 
@@ -85,9 +96,10 @@ class MultiTurnConfig(Section):
     )
     interaction_timeout_s: float = option(
         60.0,
-        "Deadline of each call of the interaction, and of each hook of the scheduler, in seconds.",
+        "Deadline in seconds of each call of the interaction, of each hook of the scheduler, and of each reset, reply, "
+        "score and close of an environment.",
         min=0.001,
-        when=any_of(_HAS_INTERACTION, _HAS_SCHEDULER),
+        when=_HAS_INTERACTION | _HAS_SCHEDULER | _HAS_ENVIRONMENT,
     )
     scheduler: str | None = option(
         None,
@@ -143,6 +155,24 @@ class MultiTurnConfig(Section):
         "Show the model what production would show it (old reasoning dropped), in a new record per rewrite.",
     )
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        rollout, data = config.actor_rollout_ref.rollout, config.data
+        tools = rollout.tool_kwargs.tools_config_file
+        files = {"tool_kwargs.tools_config_file": tools, "interaction_config_file": rollout.interaction_config_file}
+        if self.enable is False:
+            given = {f"{_ROLLOUT}.{name}": file for name, file in files.items()}
+            yield from conflicts(given, f"{key}.enable=False", "a tool or an interaction needs several turns")
+        if self.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
+            yield (
+                f"{key}.use_inference_chat_template shows what production shows, never a cut prompt; data.truncation "
+                f"is {data.truncation}: set data.filter_overlong_prompts=True or data.truncation=error"
+            )
+        if tools is not None and self.max_assistant_turns == 1:
+            yield (
+                f"{key}.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; set it to 2 "
+                "or more, or to null"
+            )
+
 
 @dataclass
 class ToolKwargs(Section):
@@ -152,13 +182,46 @@ class ToolKwargs(Section):
 
 
 @dataclass
+class EnvironmentConfig(Section):
+    """`actor_rollout_ref.rollout.environment`: what the conversations are played in (docs/environments.md)."""
+
+    path: str | None = option(
+        None,
+        "Class of the environment: a registered name, dotted path or file.py:Name; null = none, or only those of "
+        "`named`.",
+    )
+    config: dict[str, Any] = option({}, "Arguments of its constructor.", when=_DEFAULT_ENVIRONMENT)
+    named: dict[str, Any] = option(
+        {},
+        "Further environments, name -> path, or name -> {path, config}. The column `environment` of a row picks one.",
+    )
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether conversations are played in environments."""
+        return bool(self.path or self.named)
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        rollout = config.actor_rollout_ref.rollout
+        others = {
+            "multi_turn.scheduler": rollout.multi_turn.scheduler,
+            "custom_generate_function_path": rollout.custom_generate_function_path,
+            "agent_function_path": rollout.agent_function_path,
+            "multi_turn.enable": "False" if rollout.multi_turn.enable is False else None,
+        }
+        if self.is_configured:
+            given = {f"{_ROLLOUT}.{name}": value for name, value in others.items()}
+            yield from conflicts(given, key, "an environment is played by the tool loop, over several turns")
+
+
+@dataclass
 class ValSampling(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: how validation samples."""
 
     n: int = option(1, "Samples per validation prompt.", min=1)
     temperature: float = option(1.0, "Sampling temperature of validation.", min=0)
-    top_p: float = option(1.0, "Nucleus of validation.", min=0, max=1)
-    top_k: int = option(-1, "-1 or 0 = off.", also={0: -1})
+    top_p: float = option(1.0, "Nucleus of validation.", min=1e-6, max=1)
+    top_k: int = option(-1, "-1 or 0 = off.", min=1, off=-1, also={0: -1})
     min_p: float = option(0.0, "0 = off.", min=0, below=1)
     greedy_too: bool = option(True, "Also validate greedily (`val/accuracy_greedy`).")
 
@@ -200,8 +263,8 @@ class RolloutConfig(Section):
     )
     n: int = option(8, "Samples per prompt (the group).", min=1)
     temperature: float = option(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
-    top_p: float = option(1.0, "Nucleus sampling; below 1 is refused for training.", min=0, max=1)
-    top_k: int = option(-1, "-1 or 0 = off; other values are refused for training.", also={0: -1})
+    top_p: float = option(1.0, "Nucleus sampling; below 1 is refused for training.", min=1e-6, max=1)
+    top_k: int = option(-1, "-1 or 0 = off; other values are refused for training.", min=1, off=-1, also={0: -1})
     min_p: float = option(0.0, "0 = off; other values are refused for training.", min=0, below=1)
     stop: list[str] = option([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = option([], "Token ids that end an assistant turn (kept), beside the template's own.")
@@ -237,6 +300,7 @@ class RolloutConfig(Section):
     )
     multi_turn: MultiTurnConfig = option(MultiTurnConfig, "Turns, tools' limits and the sanity check.")
     tool_kwargs: ToolKwargs = option(ToolKwargs, "Where the tools are declared.")
+    environment: EnvironmentConfig = option(EnvironmentConfig, "What the conversations are played in.")
     agent_function_path: str | None = option(
         None,
         "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
@@ -253,3 +317,30 @@ class RolloutConfig(Section):
     interaction_config_file: str | None = option(None, "YAML file that declares the interactions; null = none.")
     trace: TraceConfig = option(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = option(ValSampling, "Sampling of validation.", when=VALIDATES)
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        prompt, estimator = config.data.max_prompt_length, config.algorithm.adv_estimator
+        if "" in self.stop:
+            yield f"{key}.stop is {self.stop}: an empty string would end every turn at once; leave it out"
+        if self.max_model_len is not None and self.max_model_len <= prompt:
+            yield (
+                f"{key}.max_model_len ({self.max_model_len}) leaves no room after a prompt of data.max_prompt_length "
+                f"({prompt}) tokens"
+            )
+        if config.trainer.val_only:
+            return
+        for name, off in {"top_p": 1.0, "top_k": -1, "min_p": 0.0}.items():
+            if (value := getattr(self, name)) != off:
+                yield (
+                    f"{key}.{name} is {value}: training needs the full distribution, because the trainer's log-probs "
+                    f"are over the whole vocabulary; set it to {off} (validation may use val_kwargs.{name})"
+                )
+        if self.temperature == 0:
+            yield f"{key}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
+        compares = estimator not in WITHOUT_GROUPS and not names_code(estimator)
+        if self.n == 1 and compares and self.custom_generate_function_path is None:
+            yield (
+                f"{key}.n is 1: {estimator} compares the samples of one prompt and needs at least 2 (1 is possible "
+                f"with algorithm.adv_estimator={', '.join(WITHOUT_GROUPS)}, or with a custom generate function that "
+                "returns several Samples)"
+            )

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_mt.config.actor import KL_LOSS, ActorConfig, CriticConfig, ModelConfig, RefConfig
-from verl_mt.config.declare import Condition, Section, all_of, any_of, is_set, only, option, switched_on
-from verl_mt.config.extended import classes_of, extended_classes
+from verl_mt.config.declare import Condition, Section, conflicts, is_set, only, option, switched_on
+from verl_mt.config.extended import extended_classes
 from verl_mt.config.options import KLControlOptions, RolloutCorrectionOptions
 from verl_mt.config.policy_losses import POLICY_LOSSES, loss_mode
-from verl_mt.config.rollout import GENERATES, VALIDATES, RolloutConfig
+from verl_mt.config.rollout import GENERATES, VALIDATES, WITHOUT_GROUPS, RolloutConfig
+from verl_mt.extension_points import known
+from verl_mt.plugins import names_code
 
 ESTIMATOR = "algorithm.adv_estimator"
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
 PER_TOKEN = ("gae", "reinforce_plus_plus")
 """Estimators that see where in a trajectory a reward was earned."""
-GAE = only(ESTIMATOR, "gae", own=False, why="and no other estimator has a critic")
+GAE = only(ESTIMATOR, "gae", own=False)
 _OVERLONG = switched_on("reward.overlong_buffer.enable")
 _FILTERS = switched_on("algorithm.filter_groups.enable")
 
@@ -37,8 +39,10 @@ class DataConfig(Section):
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
     val_files: Any = option(None, "Validation data, in the same forms without weights; null = no validation.")
-    train_max_samples: int = option(-1, "Rows taken from each training entry; -1 = all (a generator needs a number).")
-    val_max_samples: int = option(-1, "Rows taken from each validation entry; -1 = all.", when=VALIDATES)
+    train_max_samples: int = option(
+        -1, "Rows taken from each training entry; -1 = all (a generator needs a number).", min=1, off=-1
+    )
+    val_max_samples: int = option(-1, "Rows taken from each validation entry; -1 = all.", min=1, off=-1, when=VALIDATES)
     eager_rows: int = option(
         100_000,
         "Up to so many rows in all training files they are loaded, rendered and checked at start; of more, rows of "
@@ -96,6 +100,11 @@ class DataConfig(Section):
     sampler: str | None = option(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
     sampler_kwargs: dict[str, Any] = option({}, "Its arguments.", when=is_set("data.sampler"))
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        if not self.apply_chat_template:
+            given, why = {"data.system": self.system}, "a prompt column as it is gets no message"
+            yield from conflicts(given, "data.apply_chat_template=False", why)
+
 
 @dataclass
 class OverlongBufferConfig(Section):
@@ -147,6 +156,25 @@ class RewardConfig(Section):
     overlong_buffer: OverlongBufferConfig = option(OverlongBufferConfig, "DAPO's penalty on overlong responses.")
     timeout_s: float = option(60.0, "Deadline of one reward call in seconds.", min=0.001)
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        estimator, limit = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.response_length
+        if self.overlong_buffer.enable and self.overlong_buffer.len > limit:
+            yield (
+                f"reward.overlong_buffer.len is {self.overlong_buffer.len}, more than "
+                f"actor_rollout_ref.rollout.response_length ({limit}): even an empty response would be penalised; make "
+                "it smaller"
+            )
+        if self.placement == "turn" and estimator not in PER_TOKEN and not names_code(estimator):
+            yield (
+                f"reward.placement=turn with {ESTIMATOR}={estimator}, which has one reward per trajectory: use "
+                f"{' or '.join(PER_TOKEN)}, or placement=trajectory"
+            )
+        if self.placement == "turn" and not self.tool_reward_weight and not self.turn_score_weight:
+            yield (
+                "reward.placement=turn, but nothing belongs to a turn: give reward.tool_reward_weight or "
+                "reward.turn_score_weight, or leave it out"
+            )
+
 
 @dataclass
 class FilterGroupsConfig(Section):
@@ -195,14 +223,14 @@ class AlgorithmConfig(Section):
         "Discount of one sampled token.",
         min=0,
         max=1,
-        when=only(ESTIMATOR, *PER_TOKEN, why="which looks at one reward per trajectory"),
+        when=only(ESTIMATOR, *PER_TOKEN),
     )
     lam: float = option(
         1.0,
         "How far advantages look ahead, 0 = one token, 1 = to the end.",
         min=0,
         max=1,
-        when=only(ESTIMATOR, "gae", why="which looks at one reward per trajectory"),
+        when=only(ESTIMATOR, "gae"),
     )
     use_kl_in_reward: bool = option(
         False, "Subtract a KL penalty to the reference policy from the reward, token by token."
@@ -211,14 +239,14 @@ class AlgorithmConfig(Section):
         "kl",
         "Its estimator (k1 = kl, k2 = mse).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"),
-        when=switched_on(KL_IN_REWARD, why=f"{KL_LOSS}=True has its own kl_loss_type"),
+        when=switched_on(KL_IN_REWARD),
     )
     kl_ctrl: dict[str, Any] = option(
         {},
         "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
         "(0.1) and `horizon` (10000 trajectories).",
         options=KLControlOptions,
-        when=switched_on(KL_IN_REWARD, why="no reference policy would be loaded and no penalty taken"),
+        when=switched_on(KL_IN_REWARD),
     )
     gdpo_reward_weights: dict[str, float] = option(
         {},
@@ -241,6 +269,48 @@ class AlgorithmConfig(Section):
     filter_overlong: bool = option(
         False, "Leave trajectories that a limit cut out of the loss; their groups' statistics keep their rewards."
     )
+
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        if self.filter_groups.enable and self.adv_estimator in WITHOUT_GROUPS:
+            yield (
+                f"algorithm.filter_groups.enable is True with {ESTIMATOR}={self.adv_estimator}, which does not compare "
+                "the samples of a prompt: a group of equal rewards still trains, and leaving it out would bias the "
+                "estimate; use grpo, rloo or another that compares groups, or leave filter_groups out"
+            )
+        if self.adv_estimator == "gdpo":
+            yield from self._problems_of_gdpo(config.reward)
+
+    def _problems_of_gdpo(self, reward: RewardConfig) -> Iterator[str]:
+        weights, gdpo = self.gdpo_reward_weights, f"{ESTIMATOR}=gdpo"
+        why = "every reward is normalised by itself, and a KL penalty is none of them; actor.use_kl_loss=True works"
+        yield from conflicts({KL_IN_REWARD: self.use_kl_in_reward}, gdpo, why)
+        if not weights:
+            yield (
+                f"{gdpo} needs algorithm.gdpo_reward_weights: the names of the numbers that the reward function "
+                "returns, with their weights, e.g. {score: 1.0, format: 0.5}"
+            )
+        for name, value in weights.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                yield f"algorithm.gdpo_reward_weights.{name} is {value!r}: expected a number"
+        summed = {
+            f"reward.{name}": getattr(reward, name) or None for name in ("tool_reward_weight", "turn_score_weight")
+        }
+        why = (
+            "it reads the reward function's own numbers, not their sum. Let the function return it (extra_info has it)"
+        )
+        yield from conflicts(summed, gdpo, why)
+        # These are parts of a reward beside the function's own, under names of theirs.
+        parts = {
+            "turn_cost": ("turn_cost", reward.turn_cost),
+            "token_cost": ("token_cost", reward.token_cost),
+            "overlong": ("overlong_buffer.enable", reward.overlong_buffer.enable),
+        }
+        for part, (name, value) in parts.items():
+            if value and part not in weights:
+                yield (
+                    f"reward.{name} is {value} with {gdpo}, which reads the numbers that algorithm.gdpo_reward_weights "
+                    f"names, not their sum: add {part} to them, with its weight"
+                )
 
 
 @dataclass
@@ -268,11 +338,11 @@ class TrainerConfig(Section):
         may_change=True,
     )
     critic_warmup: int = option(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
-    test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.")
+    test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.", min=1, off=-1)
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate and stop.")
     save_freq: int = option(
-        10, "Checkpoint every that many steps and at the end; -1 = only at the end.", may_change=True
+        10, "Checkpoint every that many steps and at the end; -1 = only at the end.", min=1, off=-1, may_change=True
     )
     max_actor_ckpt_to_keep: int | None = option(
         2, "Newest checkpoints kept, and the best validated one; null = all.", min=1, may_change=True
@@ -288,7 +358,7 @@ class TrainerConfig(Section):
     resume_from_path: str | None = option(
         None,
         "The checkpoint's folder.",
-        when=only("trainer.resume_mode", "resume_path", "other_data", own=False),
+        when=only("trainer.resume_mode", "resume_path", "other_data"),
         may_change=True,
     )
     seed: int = option(0, "Seed of the run: sampling, shuffling, initial state.")
@@ -355,6 +425,23 @@ class TrainerConfig(Section):
         False, "Look at everything that a run needs, print what is wrong, and stop (docs/doctor.md).", may_change=True
     )
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        for name in ("nnodes", "n_workers_per_node"):
+            if (number := getattr(self, name)) > 1 and self.placement != "ray":
+                yield f"trainer.{name} is {number}, which needs trainer.placement=ray (it is {self.placement})"
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            yield "trainer.resume_mode=resume_path needs trainer.resume_from_path"
+        if self.val_only and config.data.val_files is None:
+            yield "trainer.val_only needs data.val_files"
+        trackers = ("console", "file", *known("verl_mt.trackers"))
+        for name in self.logger:
+            # A plug-in may register one; those are known when plug-ins are imported.
+            if name not in trackers and not config.external_plugins and not names_code(name):
+                yield (
+                    f"trainer.logger: unknown tracker {name!r}; known: {', '.join(trackers)}, and the dotted path or "
+                    "file.py:Name of a custom one"
+                )
+
     @property
     def steps_ahead(self) -> int:
         """`max_staleness`, where anything is trained."""
@@ -372,7 +459,7 @@ class ActorRolloutRefConfig(Section):
     ref: RefConfig = option(
         RefConfig,
         "The frozen reference policy.",
-        when=any_of(switched_on(KL_LOSS), switched_on(KL_IN_REWARD)),
+        when=switched_on(KL_LOSS) | switched_on(KL_IN_REWARD),
         allow_unused=True,
     )
 
@@ -389,6 +476,30 @@ class Config(Section):
     trainer: TrainerConfig = option(TrainerConfig, "The loop.")
     external_plugins: list[str] = option([], "Python files or modules imported at start; they register plug-ins.")
 
+    def problems(self, config: Any, key: str) -> Iterator[str]:
+        rollout, actor, critic = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.critic
+        longest = self.data.max_prompt_length + rollout.response_length
+        if rollout.max_model_len is not None and rollout.custom_generate_function_path is not None:
+            longest = rollout.max_model_len  # the function may write longer prompts
+        elif rollout.max_model_len is not None:
+            longest = min(longest, rollout.max_model_len)
+        passes: dict[str, int | None] = {}
+        if actor.ppo_micro_batch_size is None:
+            passes["actor_rollout_ref.actor.ppo_max_token_len"] = actor.ppo_max_token_len
+        if critic.ppo_micro_batch_size is None:
+            passes["critic.ppo_max_token_len"] = critic.ppo_max_token_len
+        if actor.use_kl_loss or self.algorithm.use_kl_in_reward:
+            passes["actor_rollout_ref.ref.log_prob_max_token_len"] = self.actor_rollout_ref.ref.log_prob_max_token_len
+        for name, limit in passes.items():
+            # Ranks that share a sequence hold a part of it each.
+            if limit is not None and limit * actor.ulysses_sequence_parallel_size < longest:
+                yield f"{name} ({limit}) is less than the longest sequence ({longest} = prompt + response): raise it"
+        for name, optim in {"actor_rollout_ref.actor.optim": actor.optim, "critic.optim": critic.optim}.items():
+            both = {f"{name}.{part}": getattr(optim, part) for part in ("lr_warmup_steps", "lr_warmup_steps_ratio")}
+            if all(both.values()) and both.keys() <= explicit_keys(self):
+                shown = " and ".join(f"{part}={value}" for part, value in both.items())
+                yield f"{shown} both say how long the warm-up is: set one of them to 0"
+
 
 def schema() -> type[Config]:
     """`Config` with the keys of extensions, as `Config()` makes it."""
@@ -397,7 +508,7 @@ def schema() -> type[Config]:
 
 def _extended_of(cls: type, of_others: bool = False) -> type:
     # An extension may make its own sections while it is imported, when classes cannot be made yet.
-    return extended_classes(Config).get(cls, cls) if of_others or cls in classes_of(Config) else cls
+    return extended_classes(Config).get(cls, cls) if of_others or cls.__module__.startswith(__package__) else cls
 
 
 Section.extended_of = staticmethod(_extended_of)
@@ -451,8 +562,7 @@ def _walk(cls: type, above: SectionNode | None) -> Iterator[Leaf | SectionNode]:
         hint, meta = hints[item.name], item.metadata
         key = item.name if above is None else f"{above.key}.{item.name}"
         inherited: Condition | None = None if above is None else above.when
-        conditions = [condition for condition in (inherited, meta["when"]) if condition is not None]
-        when = all_of(*conditions) if len(conditions) > 1 else next(iter(conditions), None)
+        when = inherited & meta["when"] if inherited and meta["when"] else inherited or meta["when"]
         allow_unused = meta["allow_unused"] or (above is not None and above.allow_unused)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             section = SectionNode(key, hint, meta["doc"], when, allow_unused)

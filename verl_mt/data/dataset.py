@@ -116,6 +116,8 @@ class Columns:
     """Name in the file -> name that everything else knows the column by."""
     system: str | None = None
     """System message, or a .txt file with it, of the rows whose prompt begins with none."""
+    all_optional: bool = False
+    """An environment makes the prompt and the score: a row may have neither prompt, data source nor label."""
 
 
 @dataclass(frozen=True)
@@ -428,7 +430,8 @@ def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> 
         )
     if raw.get("audios"):
         raise DataError(f"{where}: column audios holds {len(raw['audios'])} items; audio is not offered, leave it out")
-    shown = _column(raw, columns.prompt, where)
+    has_prompt = not columns.all_optional or raw.get(columns.prompt) is not None
+    shown = _column(raw, columns.prompt, where) if has_prompt else None
     if columns.as_it_is and isinstance(shown, int | float):
         shown = str(shown)
     if isinstance(shown, str) and not columns.as_it_is and MESSAGES_AS_TEXT.fullmatch(shown):
@@ -437,12 +440,17 @@ def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> 
             "brackets and quotes. Write a list of messages (json.loads, or ast.literal_eval where quotes are single); "
             'where a user says exactly this, give [{"role": "user", "content": text}]'
         )
-    prompt = _messages(shown, f"{where}, column {columns.prompt}")
+    prompt = _messages(shown, f"{where}, column {columns.prompt}") if has_prompt else []
     prompt = begun_by_system(prompt, columns.system)
     prompt = place_media(prompt, raw, where, folder=str(Path(entry.path).parent))
-    named = raw.get("data_source") if columns.label is not None else _column(raw, "data_source", where)
+    may_be_missing = columns.label is not None or columns.all_optional
+    named = raw.get("data_source") if may_be_missing else _column(raw, "data_source", where)
     data_source = _text(entry.name if named is None else named, f"{where}, column data_source")
-    label = _ground_truth(raw, where) if columns.label is None else _column(raw, columns.label, where)
+    if columns.label is not None:
+        label = _column(raw, columns.label, where)
+    else:
+        has_label = not columns.all_optional or "ground_truth" in raw or "reward_model" in raw
+        label = _ground_truth(raw, where) if has_label else None
     return DataRow(
         prompt=prompt,
         data_source=data_source,

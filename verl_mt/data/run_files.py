@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
+import fcntl
 import json
 import math
 import os
@@ -439,3 +440,18 @@ class atomic_file:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def holder_of(path: Path) -> str | None:
+    """The process that writes a run directory, in words; None if there is none."""
+    try:
+        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(handle, 200).decode(errors="replace") or "unknown process"
+    finally:
+        os.close(handle)
+    return None

@@ -39,6 +39,8 @@ class StopReason(enum.StrEnum):
     """The model ended its turn without a tool call and no interaction wanted to go on."""
     INTERACTION = "interaction"
     """The interaction said the conversation is over."""
+    ENVIRONMENT = "environment"
+    """The environment said that the episode is over (`done`)."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
     """No assistant turn remains; a tool call in the last turn is not executed."""
     MAX_USER_TURNS = "max_user_turns"

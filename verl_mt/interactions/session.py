@@ -19,7 +19,7 @@ from verl_mt.data.user_values import WrongValue, bool_of, number_of, plain_of
 from verl_mt.errors import ConfigError, DataError, EngineError, PluginError, UserCodeError, error_text, value_text
 from verl_mt.interactions.base import BaseInteraction, default_name
 from verl_mt.plugins import listing, suggest
-from verl_mt.user_code import user_code_of
+from verl_mt.user_code import closing_task, user_code_of
 
 CONFIG_KEY = "actor_rollout_ref.rollout.interaction_config_file"
 
@@ -219,7 +219,7 @@ class InteractionSession:
             UserCodeError: one of the two raised or timed out; `finalize_interaction` has been called all the same.
         """
         if self._finishing is None:
-            self._finishing = asyncio.ensure_future(self._finish())
+            self._finishing = closing_task(self._finish())
         return await asyncio.shield(self._finishing)
 
     async def _finish(self) -> float | None:

@@ -41,6 +41,7 @@ rewards: Registry[Any] = Registry(
         "gsm8k": gsm8k.compute_scores,
         "exact_match": exact_match.compute_scores,
         "arithmetic": arithmetic.compute_score,
+        "environment": "verl_mt.rewards.environment:EnvironmentReward",
     },
     group="verl_mt.rewards",
 )

@@ -112,6 +112,7 @@ def is_multi_turn(rollout: RolloutConfig) -> bool:
     return bool(
         rollout.tool_kwargs.tools_config_file
         or rollout.interaction_config_file
+        or rollout.environment.is_configured
         or rollout.agent_function_path
         or rollout.custom_generate_function_path
         or rollout.multi_turn.scheduler

@@ -115,12 +115,12 @@ class DriverParts:
 
 
 def has_own_loop(rollout: RolloutConfig) -> bool:
-    """Whether a loop of the user's drives the conversations, and not the tool loop."""
-    return _asked(rollout) is not None
+    """Whether a loop of the user's, or an environment, drives the conversations, and not the tool loop."""
+    return rollout.environment.is_configured or _asked(rollout) is not None
 
 
 def build_driver(config: Config, parts: DriverParts) -> RolloutDriver:
-    """Who drives the conversations: the one place that decides it."""
+    """Who drives the conversations where no environment does."""
     rollout = config.actor_rollout_ref.rollout
     if (key := _asked(rollout)) is None:
         return ToolLoopDriver()

@@ -14,6 +14,7 @@ from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.media import describe, has_media
 from verl_mt.data.sampler import RowSampler
+from verl_mt.environments.kinds import EnvironmentTools
 from verl_mt.errors import DataError, TemplateError, VerlMTError, value_text
 from verl_mt.plugins import listing, suggest
 from verl_mt.tools.registry import ToolSet
@@ -42,7 +43,7 @@ class Prompt:
     messages: list[Message]
     tools: list[dict[str, Any]]
     ids: list[int]
-    """First prompt, generation prompt included."""
+    """First prompt, generation prompt included; empty where an environment makes it."""
     toolset: ToolSet | None = None
     """The tools that this row may call."""
     problem: str | None = None
@@ -52,6 +53,11 @@ class Prompt:
     """`data.truncation` cut it to `data.max_prompt_length`."""
     one_turn: bool = False
     """The row's `agent_name` asks for one answer, without tools and interaction."""
+
+
+def ends_with_user(messages: Sequence[Message]) -> bool:
+    """Whether the model may answer these messages."""
+    return bool(messages) and messages[-1].get("role") != "system"
 
 
 @dataclass
@@ -103,7 +109,9 @@ class PromptBuilder:
         tools = toolset.schemas() if toolset is not None else []
         if self._far_too_long(row, tools):
             return None
-        ids = self._ids(row, tools)
+        # Of a row that has no prompt yet, its environment makes one.
+        begins_later = isinstance(self.tools, EnvironmentTools) and not ends_with_user(row.prompt)
+        ids = [] if begins_later else self._ids(row, tools)
         if control := self.chat.control_text(row.prompt):
             self.num_control += 1
             self.first_control = self.first_control or f"{row.place}: {listing(map(repr, control))}"
@@ -218,13 +226,8 @@ class PromptBuilder:
         if self.tools is None:
             self._refuse_without_tools(row)
             return None, None
-        extra = row.extra_info
         try:
-            chosen = self.tools.for_row(
-                extra.get("tools_kwargs"),
-                need_tools_kwargs=extra.get("need_tools_kwargs"),
-                tool_selection=extra.get("tool_selection"),
-            )
+            chosen = self.tools.of_row(row.extra_info, row.raw)
         except DataError as error:
             return self.tools, f"{row.place}: {error}"
         return chosen, None

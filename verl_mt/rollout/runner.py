@@ -37,7 +37,7 @@ from verl_mt.rollout.reward_input import reward_input
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.tools.agent_data import AgentData
 from verl_mt.tools.executor import ToolExecutor, ToolSession
-from verl_mt.user_code import CallTimeout
+from verl_mt.user_code import CallTimeout, end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +161,7 @@ class RolloutRunner:
             for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(lambda: tasks)
             self.progress.end()
 
     def _gate_for(self, expected: int) -> Gate:
@@ -189,8 +187,11 @@ class RolloutRunner:
         for sample, own in enumerate(contexts):
             name, place = f"{prompt_id}.{sample:02d}", Place(position, first + sample, plan.evaluation, plan.run)
             begin = partial(Trajectory, name, prompt_id, prompt_id, name, row.data_source, row.index, source=row.source)
-            runs.append(self._run_one(own, name, begin, prompt, gate, place))
-        outcomes = await asyncio.gather(*runs)
+            runs.append(asyncio.ensure_future(self._run_one(own, name, begin, prompt, gate, place)))
+        try:
+            outcomes = await asyncio.gather(*runs)
+        finally:  # of a group that is cancelled, too, every trajectory gives back what it holds
+            await end_tasks(lambda: runs)
         finished = [t for outcome in outcomes for t in outcome]
         for trajectory in finished:
             trajectory.ground_truth = row.ground_truth

@@ -129,14 +129,26 @@ class RolloutSession:
 
     # ---- what is given
 
-    def start(self, prompt_ids: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Begin with a first prompt, its generation prompt included; a driver may begin again with one of its own."""
+    def start(
+        self,
+        prompt_ids: list[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        num_trusted: int | None = None,
+    ) -> None:
+        """Begin with a first prompt, its generation prompt included; a driver may begin again with one of its own.
+
+        Args:
+            num_trusted: this many of the messages, the first ones, are the data set's; None = all.
+        """
         trajectory, self.ledger = self.trajectory, Ledger()
         trajectory.messages = [dict(m) for m in messages]
         trajectory.tools = list(tools)
         trajectory.records = self.ledger.records
         self._given, self._given_tools = list(trajectory.messages), list(tools)
-        self._num_given = self._prompt_messages = len(trajectory.messages)
+        self._prompt_messages = len(trajectory.messages)
+        self._num_given = self._prompt_messages if num_trusted is None else num_trusted
         self.ledger.append_observation(list(prompt_ids), turn=0)
         self._add_media(trajectory.messages, prompt_ids, 0)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.rollout.runner import RolloutPlan, RolloutProgress, RolloutRunner
+from verl_mt.user_code import end_tasks
 
 T = TypeVar("T")
 
@@ -262,8 +263,6 @@ async def _ended(given_up: Sequence[_Running]) -> None:
 
 
 async def _drain() -> None:
-    """Let cancelled tasks run their `finally` blocks. Runs on the rollout's loop."""
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Cancel what still runs, and let it free what it holds. Runs on the rollout's loop."""
+    own = asyncio.current_task()
+    await end_tasks(lambda: [task for task in asyncio.all_tasks() if task is not own])

@@ -7,6 +7,7 @@ from functools import partial
 
 from verl_mt.data.conversation import MalformedCall, Message, ToolCall
 from verl_mt.data.trajectory import StopReason
+from verl_mt.environments.session import EnvironmentSession
 from verl_mt.errors import EngineGoneError
 from verl_mt.interactions.session import InteractionSession
 from verl_mt.rollout.session import RolloutSession
@@ -15,9 +16,16 @@ from verl_mt.tools.results import clean_text
 
 
 async def run_tool_loop(
-    session: RolloutSession, tools: ToolSession | None, interaction: InteractionSession | None
+    session: RolloutSession,
+    tools: ToolSession | None,
+    interaction: InteractionSession | EnvironmentSession | None,
+    environment: EnvironmentSession | None = None,
 ) -> None:
     """Drive one conversation to its stop reason.
+
+    Args:
+        interaction: reacts to a turn without calls; an environment that replies, too.
+        environment: ends the conversation when its episode is over. What it says last is in the messages only.
 
     An assistant turn cut by length ends the trajectory: its tools are not run. When no assistant turn remains,
     tools are not executed (`max_assistant_turns`), while the interaction still scores the last answer. A model that
@@ -35,6 +43,9 @@ async def run_tool_loop(
                 session.end(StopReason.MAX_TOOL_CALLS)
                 return
             session.extend(await run_calls(tools, turn.parsed.actions, turn=session.trajectory.num_turns))
+            if environment is not None and environment.over:
+                session.end(StopReason.ENVIRONMENT)
+                return
         elif interaction is not None:
             if await _interaction_is_over(session, interaction):
                 return
@@ -57,7 +68,7 @@ async def run_calls(tools: ToolSession, actions: Sequence[ToolCall | MalformedCa
     return [result.to_message() for result in results]
 
 
-async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession) -> bool:
+async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession | EnvironmentSession) -> bool:
     trajectory = session.trajectory
     reply = await interaction.respond(session.messages, turn=trajectory.num_turns)
     trajectory.turn_scores.append(reply.score)
@@ -66,7 +77,7 @@ async def _interaction_is_over(session: RolloutSession, interaction: Interaction
     limit = session.context.limits.max_user_turns
     user_turns = len(trajectory.turn_scores) - 1
     if reply.done:
-        session.end(StopReason.INTERACTION)
+        session.end(StopReason.ENVIRONMENT if isinstance(interaction, EnvironmentSession) else StopReason.INTERACTION)
     elif limit is not None and user_turns >= limit:
         session.end(StopReason.MAX_USER_TURNS)
     elif session.turns_left == 0:

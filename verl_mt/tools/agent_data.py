@@ -46,6 +46,8 @@ class AgentData:
         self.metrics: dict[str, Any] = {}
         self.extra_fields: dict[str, Any] = {}
         self.tool_rewards: list[float] = []
+        self._environment: Any = None
+        """The trajectory's `EnvironmentSession`, whose tools find it here."""
 
     @property
     def messages(self) -> list[Message]:

@@ -20,7 +20,7 @@ class BaseTool:
     `calc_reward` and `release` run exactly once for every created instance, whatever happened in between.
 
     Each method may be `async def` or a plain `def` (which runs in a thread). Calls that the model wrote into one turn
-    run concurrently, also on the same instance.
+    run concurrently, also on the same instance, unless the class says `in_order = True`.
 
     Args:
         config: the entry's `config`.
@@ -39,6 +39,8 @@ class BaseTool:
     max_concurrency: int | None = None
     """Calls that run at once; None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
     when it has its slot."""
+    in_order: bool = False
+    """Calls of one turn to tools that say True run one after the other, in the order written."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None):
         self.config = config

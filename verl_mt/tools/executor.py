@@ -38,7 +38,7 @@ from verl_mt.tools.results import (
 )
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
-from verl_mt.user_code import CallTimeout, LoopBlocked, user_code_of
+from verl_mt.user_code import CallTimeout, LoopBlocked, closing_task, user_code_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class ToolExecutor:
         self, tools: ToolSet, limits: ToolLimits, count_tokens: CountTokens, *, media: frozenset[str] = frozenset()
     ):
         self.tools, self.limits, self.count_tokens, self.media = tools, limits, count_tokens, media
-        self._slots = {tool.name: ConcurrencyLimit(limits.concurrency_of(tool)) for tool in tools}
+        self._slots: dict[int, ConcurrencyLimit] = {}
+        """`id` of a tool -> its slots: tools of two environments may have one name."""
         self._said: set[tuple[str, str]] = set()
 
     def open(
@@ -85,15 +86,15 @@ class ToolExecutor:
             DataError: `tools_kwargs` names an unknown tool or has another shape.
         """
         try:
-            row_kwargs = parse_row_kwargs(tools_kwargs, self.tools.names)
+            allowed = self.tools if tools is None else tools
+            row_kwargs = parse_row_kwargs(tools_kwargs, [*self.tools.names, *allowed.names])
         except DataError as error:
             raise DataError(f"trajectory {trajectory_id}: {error}") from error
-        allowed = self.tools if tools is None else tools
         return ToolSession(self, trajectory_id, row_kwargs, allowed, agent_data or AgentData())
 
-    def slot(self, name: str) -> contextlib.AbstractAsyncContextManager[None]:
+    def slot(self, tool: BaseTool) -> contextlib.AbstractAsyncContextManager[None]:
         """Hold one of the tool's slots."""
-        return self._slots[name].slot()
+        return self._slots.setdefault(id(tool), ConcurrencyLimit(self.limits.concurrency_of(tool))).slot()
 
     async def close(self) -> None:
         """The run is over: every tool's own `close`, once. Never raises: what fails is logged."""
@@ -181,13 +182,26 @@ class ToolSession:
         await asyncio.gather(*(self._create_early(name) for name in names))
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall], *, turn: int) -> list[ToolResult]:
-        """Run the calls of one assistant turn, concurrently.
+        """Run the calls of one assistant turn, concurrently, but for those of tools that are `in_order`.
 
         Returns:
             One result per call, in the order of the calls. Failures are results, never exceptions.
         """
         before, self._num_calls = self._num_calls, self._num_calls + len(calls)
-        timed = await asyncio.gather(*(timed_call(self._one, k, before + k, c, turn) for k, c in enumerate(calls)))
+        results: dict[int, tuple[ToolResult, float]] = {}
+
+        async def one_after_the_other(places: Sequence[int]) -> None:
+            for k in places:
+                results[k] = await timed_call(self._one, k, before + k, calls[k], turn)
+
+        ordered = [
+            k
+            for k, call in enumerate(calls)
+            if call.name and call.name in self._tools and self._tools[call.name].in_order
+        ]
+        alone = [[k] for k in range(len(calls)) if k not in ordered]
+        await asyncio.gather(*map(one_after_the_other, [ordered, *alone] if ordered else alone))
+        timed = [results[k] for k in range(len(calls))]
         for call, (result, latency_s) in zip(calls, timed):
             self.calls.append(result.to_row(call, turn=turn, latency_s=latency_s))
             self.agent_data.tool_rewards.append(result.step_reward)
@@ -205,7 +219,7 @@ class ToolSession:
             tool -> the step rewards of its calls in order, then its `calc_reward` (0 where that failed).
         """
         if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
+            self._closing = closing_task(self._close())
         return await asyncio.shield(self._closing)
 
     async def _one(self, index: int, rank: int, call: ToolCall | MalformedCall, turn: int) -> ToolResult:
@@ -265,7 +279,7 @@ class ToolSession:
         return ToolResult(name, call_id, f"<error>{text}</error>", failure="model")
 
     async def _execute(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
-        async with self._executor.slot(name):
+        async with self._executor.slot(self._tools[name]):
             started = time.monotonic()
             try:
                 return await self._attempts(name, arguments, turn)

@@ -23,12 +23,16 @@ from verl_mt.user_code import in_daemon_thread
 _PLAIN = (str, int, float, bool, type(None), Any, list, dict, Literal, Union, types.UnionType)
 
 
-def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
+def schema_of(function: Callable[..., Any], where: str | None = None) -> OpenAIFunctionToolSchema:
     """An OpenAI tool schema from type hints and docstring.
 
     Plain types (text, numbers, lists, dicts, Literal, Optional) come out as transformers' `get_json_schema` writes
     them; dataclasses, TypedDicts, pydantic models, enums and what else pydantic knows with their fields. The docstring
     may be Google's, numpy's or reStructuredText's.
+
+    Args:
+        function: the function; a bound method is shown without its first argument.
+        where: what to call it in errors; None = `@function_tool` and its name.
 
     Raises:
         PluginError: a type hint or a description is missing, or a type has no schema; names function and argument.
@@ -36,7 +40,7 @@ def schema_of(function: Callable[..., Any]) -> OpenAIFunctionToolSchema:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-    where = f"@function_tool {code_place(function)}"
+    where = where or f"@function_tool {code_place(function)}"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise PluginError(

@@ -104,6 +104,11 @@ class ToolSet:
         """Names in the order declared."""
         return list(self._entries)
 
+    @property
+    def entries(self) -> list[ToolEntry]:
+        """The tools with their schemas, in the order declared."""
+        return list(self._entries.values())
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -168,6 +173,22 @@ class ToolSet:
             place[last] = found
             count += 1
         return (arguments, 0) if not count or schema.errors(name, changed) else (changed, count)
+
+    def of_row(self, extra_info: Mapping[str, Any], row: Mapping[str, Any]) -> ToolSet:
+        """The tools of a row of the data.
+
+        Args:
+            extra_info: the row's.
+            row: all its columns.
+
+        Raises:
+            DataError: as `for_row`.
+        """
+        return self.for_row(
+            extra_info.get("tools_kwargs"),
+            need_tools_kwargs=extra_info.get("need_tools_kwargs"),
+            tool_selection=extra_info.get("tool_selection"),
+        )
 
     def for_row(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import means_nothing
-from verl_mt.config.schema import Config, DataConfig, explicit_keys
+from verl_mt.config.schema import Config, explicit_keys
 from verl_mt.data.dataset import Columns, DataSource, Reading, entries_of, load_entry, with_system_text
 from verl_mt.data.fingerprint import difference, fingerprint
 from verl_mt.data.large_files import SAMPLE_ROWS, LargeRows, open_rows, rows_in_files
@@ -92,7 +92,7 @@ def open_train_rows(config: Config) -> list[DataSource]:
         DataError: names the key, or the file, row and column.
     """
     data = config.data
-    return open_rows(data.train_files, _reading(data, "train", data.train_max_samples, data.seed), data.eager_rows)
+    return open_rows(data.train_files, _reading(config, "train", data.train_max_samples, data.seed), data.eager_rows)
 
 
 def load_val_rows(config: Config) -> list[DataSource]:
@@ -100,7 +100,7 @@ def load_val_rows(config: Config) -> list[DataSource]:
     data = config.data
     if data.val_files is None:
         return []
-    reading = _reading(data, "val", data.val_max_samples, data.val_seed)
+    reading = _reading(config, "val", data.val_max_samples, data.val_seed)
     if many_val_rows(config):
         log.warning(
             "data.val_files hold more than data.eager_rows=%d rows; all of them are loaded and rendered before the "
@@ -117,8 +117,9 @@ def many_val_rows(config: Config) -> bool:
     return rows_in_files(entries, data.val_max_samples, data.eager_rows) > data.eager_rows
 
 
-def _reading(data: DataConfig, split: str, num_rows: int, seed: int) -> Reading:
-    return Reading(split, num_rows, seed, with_system_text(columns_of(data)), keeps_bad=data.on_bad_row == "skip")
+def _reading(config: Config, split: str, num_rows: int, seed: int) -> Reading:
+    columns = with_system_text(columns_of(config))
+    return Reading(split, num_rows, seed, columns, keeps_bad=config.data.on_bad_row == "skip")
 
 
 def require_same_rows(config: Config, folder: Path, saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> None:
@@ -153,9 +154,11 @@ def _rendered(sources: Sequence[DataSource], prompts: PromptBuilder) -> list[Pro
     return [p for source in sources for p in map(prompts.build, prompts.keep(source.rows)) if p is not None]
 
 
-def columns_of(data: DataConfig) -> Columns:
+def columns_of(config: Config) -> Columns:
     """What the configuration says of the rows' columns."""
-    return Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
+    data, environment = config.data, config.actor_rollout_ref.rollout.environment
+    as_it_is = not data.apply_chat_template
+    return Columns(data.prompt_key, data.label_key, as_it_is, data.columns, data.system, environment.is_configured)
 
 
 def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
@@ -201,8 +204,7 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
         without = "ignored, without interaction_config_file"
         yield f"{named} row(s){of_them} name an interaction (interaction_kwargs.name): {without}"
     turns = rollout.multi_turn
-    drivers = (turns.scheduler, rollout.agent_function_path, rollout.custom_generate_function_path)
-    if turns.enable and not tools and not interaction and not any(drivers):
+    if turns.enable and not tools and not interaction and not has_own_loop(rollout):
         yield (
             "multi_turn.enable is True, but neither tools nor an interaction are configured: "
             "every trajectory is one assistant turn"

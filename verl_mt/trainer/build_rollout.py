@@ -21,6 +21,7 @@ from verl_mt.data.requests import SamplingParams
 from verl_mt.engines.base import EngineHost, EngineSetup, InferenceEngine
 from verl_mt.engines.lock_step import LockStepEngine, OneVersionEngine, WholeTurnsEngine
 from verl_mt.engines.scripted import AbsentEngine
+from verl_mt.environments.kinds import EnvironmentTools, build_environments, place_of
 from verl_mt.errors import ConfigError
 from verl_mt.extension_points import find
 from verl_mt.interactions.session import load_interactions
@@ -28,7 +29,8 @@ from verl_mt.modeling import load
 from verl_mt.plugins import extension_function
 from verl_mt.rewards.base import load_reward
 from verl_mt.rollout.context import Limits, is_multi_turn
-from verl_mt.rollout.drivers import DriverParts, build_driver
+from verl_mt.rollout.drivers import DriverParts, RolloutDriver, build_driver
+from verl_mt.rollout.environment_driver import EnvironmentDriver
 from verl_mt.rollout.loss_scale import LossScale, load_loss_scale
 from verl_mt.rollout.runner import RolloutRunner
 from verl_mt.rollout.session import SessionContext
@@ -76,9 +78,25 @@ def check_vocabulary(config: Config, chat: ChatTemplate) -> int:
 
 
 def build_tools(config: Config) -> ToolSet | None:
-    """The tools that the YAML declares; None where there is no file."""
-    path = config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file
-    return load_tools(path) if path else None
+    """The tools that the YAML declares, and those of environments; None where there are neither."""
+    rollout = config.actor_rollout_ref.rollout
+    path = rollout.tool_kwargs.tools_config_file
+    tools = load_tools(path) if path else None
+    environments = build_environments(rollout.environment, tools, rollout.multi_turn.interaction_timeout_s)
+    if environments is None:
+        return tools
+    named = environments.kinds.values()
+    if rollout.interaction_config_file is not None and (both := [k.title for k in named if k.replies]):
+        raise ConfigError(
+            f"{both[0]} has a method `reply`, and actor_rollout_ref.rollout.interaction_config_file names an "
+            "interaction: both answer a turn without calls. Remove one"
+        )
+    if config.reward.path is None and (silent := [k for k in named if not k.scores]):
+        raise ConfigError(
+            f"{place_of(silent[0].cls)} has no score(self), and reward.path is null: nothing says what a trajectory is "
+            "worth. Write score, or set reward.path"
+        )
+    return environments
 
 
 def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> None:
@@ -89,7 +107,10 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
         TemplateError: it cannot read the calls that the chat template writes, and another one can.
     """
     rollout = config.actor_rollout_ref.rollout
-    if tools is None or not is_multi_turn(rollout) or rollout.custom_generate_function_path is not None:
+    if isinstance(tools, EnvironmentTools):
+        replies = any(kind.replies for kind in tools.kinds.values())
+        chat.require(tools=tools.any_tools, interaction=replies)
+    if not tools or not is_multi_turn(rollout) or rollout.custom_generate_function_path is not None:
         return
     name = rollout.multi_turn.tool_parser
     note = require_parser(chat, name, get_parser(name))
@@ -127,14 +148,20 @@ def build_runner(
     engine = _around(engine, rollout, overlaps)
     media = chat.media_kinds & engine.capabilities.media
     executor = None
-    if tools is not None and is_multi_turn(rollout):
+    environments = tools if isinstance(tools, EnvironmentTools) else None
+    if tools is not None and is_multi_turn(rollout) and (environments is None or environments.any_tools):
         count_tokens = partial(chat.encode_text, neutral=True)
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     scored = config.reward
-    reward = load_reward(scored.path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
+    path = "environment" if scored.path is None and environments is not None else scored.path
+    reward = load_reward(path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
     schemas = executor.tools.schemas() if executor is not None else []
     parts = DriverParts(_parser(config), media, chat, reward, schemas)
     reward.bind(config, parts)
+    if environments is not None:
+        driver: RolloutDriver = EnvironmentDriver(environments, config.data.max_prompt_length)
+    else:
+        driver = build_driver(config, parts)
     return RolloutRunner(
         context=SessionContext(
             chat=chat,
@@ -150,11 +177,11 @@ def build_runner(
             train_prompt_assistants=multi_turn.train_prompt_assistants,
         ),
         reward=reward,
-        driver=build_driver(config, parts),
+        driver=driver,
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
-        max_concurrent=rollout.max_concurrent,
+        max_concurrent=_least(rollout.max_concurrent, environments.limit if environments is not None else None),
         seats=rollout.max_num_seqs if rollout.name == "local" else None,
         max_retries=rollout.max_retries,
         tool_reward_weight=scored.tool_reward_weight,
@@ -163,6 +190,10 @@ def build_runner(
         turn_cost=scored.turn_cost,
         token_cost=scored.token_cost,
     )
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _around(engine: InferenceEngine, rollout: RolloutConfig, overlaps: bool) -> InferenceEngine:
@@ -251,7 +282,8 @@ def _parser(config: Config) -> ToolParser:
 def _parser_stops(config: Config) -> tuple[str, ...]:
     """Where the tool parser's grammar ends a turn that goes on in the model's mind (ReAct, Search-R1)."""
     rollout = config.actor_rollout_ref.rollout
-    used = rollout.tool_kwargs.tools_config_file and rollout.custom_generate_function_path is None
+    has_tools = rollout.tool_kwargs.tools_config_file or rollout.environment.is_configured
+    used = has_tools and rollout.custom_generate_function_path is None
     return get_parser(rollout.multi_turn.tool_parser).stop_strings if used and is_multi_turn(rollout) else ()
 
 

@@ -24,7 +24,7 @@ import yaml
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import TrainerConfig, leaves, sections
 from verl_mt.data import run_origin
-from verl_mt.data.run_files import writing
+from verl_mt.data.run_files import holder_of, writing
 from verl_mt.data.temporary_files import sweep
 from verl_mt.errors import CheckpointError, DataError
 from verl_mt.reading import read_yaml
@@ -228,7 +228,7 @@ def _places(trainer: TrainerConfig) -> Iterator[_Place]:
 
 
 def _refusal(path: Path, trainer: TrainerConfig) -> str | None:
-    if (holder := _holder(path)) is not None:
+    if (holder := holder_of(path)) is not None:
         return f"is in use by another trainer ({holder})"
     if (path / "FINISHED").exists():
         return "holds a finished run"
@@ -285,21 +285,6 @@ def _try_lock(path: Path) -> int | None:
     os.ftruncate(handle, 0)
     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
     return handle
-
-
-def _holder(path: Path) -> str | None:
-    """Who holds the lock, in words; None if nobody does."""
-    try:
-        handle = os.open(path / ".lock", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(handle, 200).decode(errors="replace") or "unknown process"
-    finally:
-        os.close(handle)
-    return None
 
 
 def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerConfig, way_out: str = _WAY_OUT) -> None:

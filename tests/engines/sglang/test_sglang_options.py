@@ -205,12 +205,12 @@ def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refu
         (["servers=[host:1]"], "'host:1' is no URL"),
         (["servers=[http://a:1,http://b:1,http://a:1/]"], "servers names http://a:1 2 times: .*name it once"),
         (["servers=[http://h:1]", "launch_servers=2"], "placement=servers and .*launch_servers contradict"),
-        (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "the servers run already"),
-        (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "the servers run already"),
+        (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "options of their own"),
+        (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "options of their own"),
         (["weight_transport=broadcast"], "needs servers"),
-        (["weight_sync_dir=/shared"], "only with .*weight_transport=disk"),
-        (["name=local", "servers=[http://h:1]"], "only with .*rollout.name=sglang"),
-        (["name=local", "weight_transport=disk"], "only with .*rollout.name=sglang"),
+        (["weight_sync_dir=/shared"], "unless .*weight_transport=disk"),
+        (["name=local", "servers=[http://h:1]"], "unless .*rollout.name=sglang"),
+        (["name=local", "weight_transport=disk"], "unless .*rollout.name=sglang"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(overrides, message):

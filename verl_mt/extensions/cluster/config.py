@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from verl_mt.config.declare import Section, all_of, is_set, only, option, without
+from verl_mt.config.declare import Condition, Section, is_set, no_effect, only, option
 from verl_mt.config.extended import ConfigSections
 from verl_mt.config.rollout import OTHER_ENGINE
-from verl_mt.config.schema import Config, TrainerConfig, explicit_keys
+from verl_mt.config.schema import Config, TrainerConfig, explicit_keys, value_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_STARTED_HERE = all_of(
-    OTHER_ENGINE, without(f"{ROLLOUT}.servers", why="the servers run already, give it to them when they are started")
+_STARTED_HERE = OTHER_ENGINE & Condition(
+    (f"{ROLLOUT}.servers",),
+    lambda of: not of(f"{ROLLOUT}.servers"),
+    lambda: f"no {ROLLOUT}.servers are set (you start those with options of their own)",
 )
 
 
@@ -143,10 +146,8 @@ def _problems_of_engines(config: Config) -> Iterator[str]:
         yield f"{ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
     way, folder = keys.weight_transport, config.actor_rollout_ref.rollout.weight_sync_dir
     if folder is not None and way != "disk":
-        yield (
-            f"{ROLLOUT}.weight_sync_dir is {folder}, which means something only with {ROLLOUT}.weight_transport=disk "
-            f"(it is {way}): set that too, or leave it out"
-        )
+        disk = only(f"{ROLLOUT}.weight_transport", "disk")
+        yield no_effect({f"{ROLLOUT}.weight_sync_dir": folder}, disk, partial(value_of, config))
     if way == "broadcast" and keys.placed == "colocated":
         yield f"{ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
     if way in ("tensors", "copy") and keys.devices_apart and config.trainer.placement == "ray":

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.groups import parsed
 from verl_mt.config.hydra_source import Composition, composing
-from verl_mt.config.normalize import COMMAND_LINE, as_overrides, normalize_items, on_purpose
+from verl_mt.config.normalize import COMMAND_LINE, as_overrides, normalize_items
 from verl_mt.config.schema import leaves, whole_keys
 from verl_mt.errors import ConfigError
 
@@ -52,5 +52,5 @@ def as_our_overrides(base: Path, name: str, choices: list[str], composition: Com
         outcome.items = [item for item in outcome.items if item.value != defaults.get(item.key, item)]
     composition.problems += outcome.problems
     composition.notes += outcome.notes
-    composition.explicit |= on_purpose(outcome)
+    composition.explicit |= outcome.explicit
     return as_overrides(outcome.items)

@@ -16,8 +16,7 @@ from verl_mt.config.hydra_source import Composition
 from verl_mt.config.normalize import raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.errors import ConfigError
-from verl_mt.extensions.hydra_commands.redacted import with_hidden
-from verl_mt.extensions.hydra_commands.under_hydra import under_hydra
+from verl_mt.extensions.hydra_commands.under_hydra import under_hydra, with_hidden
 
 
 def show(command: Command) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
+import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -68,7 +70,8 @@ class Job:
         began = time.monotonic()
         place = literal(str(folder))
         words += [f"trainer.default_local_dir={place}", f"hydra.run.dir={place}", "hydra.mode=RUN"]
-        status = None if (folder / "FINISHED").exists() else _run([*self.start, *words], folder / _ERRORS)
+        with _claimed(folder) as errors:
+            status = None if (folder / "FINISHED").exists() else _run([*self.start, *words], errors, folder / _ERRORS)
         line = {
             "folder": folder.name if folder.parent == Path(hydra.sweep.dir) else str(folder),
             "status": "skipped" if status is None else "failed" if status else "finished",
@@ -77,7 +80,7 @@ class Job:
             "overrides": own,
             "ended": time.time(),
         }
-        objective, failure = None, f"exit status {status}: {_last_line(folder / _ERRORS)}" if status else ""
+        objective, failure = None, f"{_ending(status)}: {_last_line(folder / _ERRORS)}" if status else ""
         if not status and (metric := os.environ.get(OBJECTIVE)):
             try:
                 objective = line["objective"] = last_value(folder, metric)
@@ -133,27 +136,55 @@ def _last_line(file: Path) -> str:
     return text if len(text) <= _MAX_WHY else f"{text[:_MAX_WHY]}…"
 
 
-def _run(words: list[str], errors: Path) -> int:
+def _ending(status: int) -> str:
+    """An exit status in words; a negative one is a signal's."""
+    return f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[BinaryIO]:
+    """Inside, no other process runs the job of this folder. Gives an empty file for its stderr.
+
+    The job inherits the lock with its stderr: if the sweep is killed and the job is not, the same command waits for it.
+    """
+    path = folder.with_name(f".{folder.name}.stderr")  # the run wants its directory empty
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{folder}: another process runs this job. Waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            break
+        file.close()  # it was that process's file
+    try:
+        file.truncate(0)
+        yield file
+    finally:
+        path.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_UN)  # also for what the job may have left running
+        file.close()
+
+
+def _run(words: list[str], errors: BinaryIO, kept: Path) -> int:
     """The exit status of a process. Waits for it; signals to this process go to it.
 
     Args:
         words: the command.
-        errors: gets its stderr if it fails.
+        errors: gets its stderr.
+        kept: a copy of that if it fails.
 
     Raises:
         SystemExit: this process was asked to stop.
     """
-    errors.unlink(missing_ok=True)
-    running = errors.parent.with_name(f".{errors.parent.name}.stderr")  # the run wants its directory empty
-    with running.open("wb") as file:
-        # A session of its own: Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=file)
+    kept.unlink(missing_ok=True)
+    # A session of its own: Ctrl-C reaches it once, from here.
+    process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=errors)
     with _forwarded(process) as received:
         status = process.wait()
     if status:
-        running.replace(errors)
-    else:
-        running.unlink()
+        shutil.copyfile(errors.name, kept)
     if received:
         raise SystemExit(128 + received[0])
     return status

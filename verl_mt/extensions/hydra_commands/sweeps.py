@@ -25,12 +25,14 @@ from verl_mt.config.compose import Command, Plan
 from verl_mt.config.normalize import COMMAND_LINE, Outcome, Problem, literal, normalize_overrides, raise_problems
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.hydra_commands.jobs import OBJECTIVE, SECRETS, Job, JobFailedError, ended, table
-from verl_mt.extensions.hydra_commands.redacted import hidden_words
-from verl_mt.extensions.hydra_commands.under_hydra import under_hydra
+from verl_mt.extensions.hydra_commands.under_hydra import hidden_words, under_hydra
 
 _PLACES = {"trainer.default_local_dir", "hydra.run.dir"}
 _OF_JOBS = ("hydra.searchpath=", "hydra.verbose=", "hydra.job.name=", "hydra/job_logging=", "hydra.job_logging.")
 """Hydra's keys that a job's own process needs. What else they say, the launcher has done."""
+_PLUGINS = {f"launcher={name}" for name in ("joblib", "ray", "rq", "submitit")}
+_PLUGINS |= {f"sweeper={name}" for name in ("ax", "nevergrad", "optuna")}
+"""Hydra's own plug-ins, by the first word of what they are chosen by."""
 
 
 def run(command: Command) -> None:
@@ -54,8 +56,9 @@ def run(command: Command) -> None:
     }
     folder = _prepare(plan)
     plan.lines.append(f"hydra.sweep.dir={literal(str(folder))}")
-    words = [word for word in shown if word not in plan.of_file and (not _is_hydra(word) or word.startswith(_OF_JOBS))]
-    job = Job(_start(command), [*plan.choices_of_file, *words], [_key(word) for word in fixed])
+    words = [hidden.get(word, word) for word in plan.of_command if not _is_sweep(word)]
+    words = [word for word in words if not _is_hydra(word) or word.startswith(_OF_JOBS)]
+    job = Job(_start(command), words, [_key(word) for word in fixed])
     os.environ[SECRETS] = json.dumps({after: before for before, after in hidden.items()})
     began = time.time()
     try:
@@ -137,8 +140,8 @@ def job_dir(overrides: str) -> str:
 
 def _check(plan: Plan) -> None:
     """Adds what is wrong with keys of several overrides to the plan's problems."""
-    problems, own = plan.composition.problems, {item.key for item in plan.items}
-    for key in sorted({key for key in plan.swept if plan.swept.count(key) > 1 or key in own}):
+    problems, own = plan.composition.problems, {item.key for item in plan.given.items}
+    for key in sorted({key for key in plan.given.swept if plan.given.swept.count(key) > 1 or key in own}):
         problems.append(Problem(f"{key} ({COMMAND_LINE}) is swept and set again: set it once"))
     if places := sorted(_PLACES & {_key(word) for word in plan.lines}):
         text = f"{', '.join(places)} ({COMMAND_LINE}): each job has its own folder. Set hydra.sweep.dir instead"
@@ -183,8 +186,9 @@ def _first(plan: Plan, instead: Mapping[str, str] = {}) -> Plan:
 def _composed(one: Plan, plan: Plan) -> DictConfig:
     tree, failure = one.tree()
     if failure is not None:
-        missing = re.match(r"hydra/(launcher|sweeper)=([a-z0-9]+)", failure)
-        package = f". Install a plug-in of Hydra: pip install hydra-{missing[2]}-{missing[1]}" if missing else ""
+        missing = re.match(r"hydra/((launcher|sweeper)=([a-z0-9]+))", failure)
+        is_known = missing is not None and missing[1] in _PLUGINS
+        package = f". Install its package: pip install hydra-{missing[3]}-{missing[2]}" if missing and is_known else ""
         plan.composition.problems.append(Problem(failure + package))
     return tree
 

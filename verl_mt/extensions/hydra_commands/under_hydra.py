@@ -1,11 +1,13 @@
-"""A command under Hydra's own main, and the run directory as its output directory."""
+"""A command under Hydra's own main: one run, or a sweep."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,9 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.compose import Command, Plan, composed, finished
-from verl_mt.config.hydra_source import RUN_DIR, composing
-from verl_mt.config.normalize import Problem, raise_problems
+from verl_mt.config.groups import parsed
+from verl_mt.config.hydra_source import RUN_DIR, composing, hydra_keys_in
+from verl_mt.config.normalize import Problem, literal, raise_problems
+from verl_mt.config.redact import redact
 from verl_mt.config.schema import Config
+from verl_mt.plugins import extension_function
 
 OUTPUT_SUBDIR: ContextVar[str | None] = ContextVar("verl_mt_output_subdir", default=None)
 """Of a job of ours: the folder of Hydra's files, empty = they are not written. None outside of one, also in a program
@@ -28,11 +33,16 @@ with its own `@hydra.main`."""
 
 
 def run(command: Command, task: Callable[[Config], None]) -> None:
-    """Run the task once.
+    """Run the task, or the jobs of a sweep.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong with the command, in one error.
+        SystemExit: 1, a job of the sweep failed.
     """
+    if command.flags.multirun or _mode(command) == "MULTIRUN":
+        command.flags.multirun = True
+        extension_function("sweep")(command)
+        return
     plan = command.plan()
     if plan.composition.problems:
         composed(plan)  # raises them with those of the files
@@ -53,6 +63,16 @@ def run(command: Command, task: Callable[[Config], None]) -> None:
     finally:
         if failure:
             raise failure[0]
+
+
+def _mode(command: Command) -> str | None:
+    """`hydra.mode`: of the command line, else of the primary file."""
+    words = [word for word in command.overrides if word.lstrip("+").startswith("hydra.mode=")]
+    if words or command.file is None:
+        return words[-1].partition("=")[2] if words else None
+    base, name = command.located()
+    mode: str | None = hydra_keys_in(base / f"{name}.yaml").get("mode")
+    return mode
 
 
 def under_hydra(command: Command, plan: Plan, job: Callable[[DictConfig], Any]) -> None:
@@ -104,3 +124,23 @@ def _hydra_job(output_subdir: str | None) -> Iterator[str | None]:
         yield keys.runtime.output_dir if keys.job.chdir or written != {"dir": RUN_DIR} else None
     finally:
         OUTPUT_SUBDIR.reset(token)
+
+
+def with_hidden(words: Sequence[str]) -> list[str]:
+    """The overrides with secrets replaced."""
+    hidden = hidden_words(words)
+    return [hidden.get(word, word) for word in words]
+
+
+def hidden_words(words: Sequence[str]) -> dict[str, str]:
+    """Override that holds a secret -> the same with the secret replaced."""
+    found: dict[str, str] = {}
+    for word in words:
+        if (override := parsed(word)) is None:  # said by whoever composes with it
+            continue
+        path, value = override.key_or_group.split("."), override.value()
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(path), value)
+        shown = functools.reduce(operator.getitem, path, redact(nested))
+        if shown != value:
+            found[word] = f"{override.get_key_element()}={literal(shown)}"
+    return found

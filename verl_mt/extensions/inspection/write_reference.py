@@ -7,11 +7,11 @@ import types
 import typing
 from typing import Any
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.compose import TINY, compose
-from verl_mt.config.declare import Condition
+from verl_mt.config.declare import Condition, bounds
 from verl_mt.config.extended import keys_of_packages
 from verl_mt.config.schema import Config, Leaf, leaves, sections, value_of
+from verl_mt.plugins import optional_function
 
 _INTRO = """\
 # Configuration reference
@@ -23,9 +23,9 @@ starts with `defaults: [ppo_trainer, _self_]` (`--config-path FOLDER --config-na
 (`verl_mt.config.compose.compose([...])`). `--cfg job` prints the resulting configuration. A key that does not exist is
 refused, with all other mistakes of the command in one error.
 
-*Only with* says under which condition a key means something: given without it, it is refused when a run starts, unless
-the condition's own switch is given as off beside it (`use_kl_loss=False kl_loss_type=k1`). Where a plug-in of your own
-is chosen instead (`rollout.name=my.py:Engine`), it means something too.
+*Only if* says when a key has an effect. If you set it and the condition does not hold, a run refuses to start, unless
+you set the condition's switch as well (`use_kl_loss=False kl_loss_type=k1`). With custom code instead of a named choice
+(`rollout.name=my.py:Engine`), it has an effect too.
 
 *Default* is the schema's; *tiny* is what `config/task/tiny.yaml`, the task that runs without arguments, sets instead.
 """
@@ -40,18 +40,11 @@ def reference() -> str:
     for section in sections().values():
         own = [leaf for leaf in ours if leaf.key.rpartition(".")[0] == section.key]
         if own:
-            lines += [
-                f"## `{section.key}`",
-                "",
-                section.doc + _only_with(section.when),
-                "",
-                *_table(own, section.key, tiny),
-                "",
-            ]
+            doc = section.doc + _only_if(section.when)
+            lines += [f"## `{section.key}`", "", doc, "", *_table(own, section.key, tiny), ""]
     lines += ["## Top level", "", *_table(roots, "", tiny)]
-    for family in families().values():
-        if family.as_page is not None:
-            lines += ["", *family.as_page()]
+    if page := optional_function("alias_page"):
+        lines += ["", *page()]
     return "\n".join(lines) + "\n"
 
 
@@ -61,13 +54,8 @@ def _table(own: list[Leaf], parent: str, tiny: Config) -> list[str]:
         name = leaf.key.removeprefix(parent + ".")
         value = value_of(tiny, leaf.key)
         changed = f"`{_show(value)}`" if value != leaf.default else ""
-        cells = (
-            f"`{name}`",
-            _type(leaf),
-            f"`{_show(leaf.default)}`",
-            changed,
-            leaf.doc + _limits(leaf) + _only_with(leaf.metadata["when"]),
-        )
+        meaning = leaf.doc + _limits(leaf) + _only_if(leaf.metadata["when"])
+        cells = (f"`{name}`", _type(leaf), f"`{_show(leaf.default)}`", changed, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return lines
 
@@ -93,14 +81,13 @@ def _limits(leaf: Leaf) -> str:
     choices = leaf.metadata.get("choices")
     if choices is not None:
         return " One of " + ", ".join(f"`{_show(c)}`" for c in choices) + "."
-    limits = {"min": "at least", "max": "at most", "below": "below"}
-    bounds = [f"{word} {leaf.metadata[name]}" for name, word in limits.items() if name in leaf.metadata]
-    return f" ({', '.join(bounds)})" if bounds else ""
+    limits = ", ".join(bounds(leaf.metadata))
+    return f" ({limits})" if limits else ""
 
 
-def _only_with(condition: Condition | None) -> str:
+def _only_if(condition: Condition | None) -> str:
     # The prefix that most keys share is left out here; in an error it is not.
-    return "" if condition is None else f" Only with {condition}.".replace("actor_rollout_ref.", "")
+    return "" if condition is None else f" Only if {condition}.".replace("actor_rollout_ref.", "")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from verl_mt.config.checks import reject_unused_keys
 from verl_mt.config.compose import Command, config_of_command
-from verl_mt.config.normalize import raise_problems, split_argv
+from verl_mt.config.normalize import raise_problems
 from verl_mt.config.schema import Config, TrainerConfig
 from verl_mt.errors import ConfigError, VerlMTError
 
@@ -202,20 +202,20 @@ def config_of(data: str, words: list[str], *, rollouts: bool | None = None) -> C
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong; also an override that means nothing here.
     """
-    flags, overrides = split_argv(words)
-    plan = Command(words, "ppo_trainer", "verl_mt.sft").plan()
+    command = Command(words, "ppo_trainer", "verl_mt.sft")
+    plan = command.one_plan()
     raise_problems(plan.composition.problems)
-    keys = {item.key: item.alias for item in plan.items}
+    keys = {item.key: item.alias for item in plan.given.items}
     _refuse_unread(keys, _READ if rollouts is False else (*_READ, *_READ_BY_ROLLOUTS))
     quoted = "'" + data.replace("'", "\\'") + "'"
-    given = [*flags, *DEFAULTS, f"data.train_files={quoted}", *overrides]
+    given = [*DEFAULTS, f"data.train_files={quoted}", *words]
     config = config_of_command(given, "ppo_trainer", "verl_mt.sft")
     if config is not None:
         read = (*_READ, *_READ_BY_ROLLOUTS) if has_rollouts(config, rollouts) else _READ
         _refuse_unread(keys, read)
         reject_unused_keys(config, among=read)
         _leave_out_rl(config, keeps_agg=_AGG in keys)
-        _name_apart(config.trainer, keys | {word.lstrip("+").partition("=")[0]: word for word in overrides})
+        _name_apart(config.trainer, keys | {word.lstrip("+").partition("=")[0]: word for word in command.overrides})
     return config
 
 

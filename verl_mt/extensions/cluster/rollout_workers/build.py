@@ -30,10 +30,10 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
     if not count:
         return None
     check(config, runner, count)
-    rollout, engine = config.actor_rollout_ref.rollout, runner.context.engine
+    engine = runner.context.engine
     setups = [
         WorkerSetup(
-            config=_share(config, number, count),
+            config=_share(config, runner.max_concurrent, number, count),
             plugins=plugin_names(config.external_plugins),
             number=number,
             capabilities=engine.capabilities,
@@ -42,7 +42,7 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
         )
         for number in range(count)
     ]
-    capacity = None if rollout.max_concurrent is None else -(-rollout.max_concurrent // count)
+    capacity = None if runner.max_concurrent is None else -(-runner.max_concurrent // count)
     connect: Callable[[], Link] = ProcessLink
     if config.trainer.placement == "ray":
         connect = load_object(_ON_RAY, what="rollout workers on Ray")
@@ -65,6 +65,11 @@ def check(config: Config, runner: RolloutRunner, count: int) -> None:
     ConfigError: what several processes cannot do together.
     """
     rollout, engine = config.actor_rollout_ref.rollout, runner.context.engine
+    if runner.max_concurrent is not None and runner.max_concurrent < count:
+        raise ConfigError(
+            f"{_KEY}={count}, and at most {runner.max_concurrent} environments may live at once (their `limit`): each "
+            f"worker needs one at least. Set {_KEY}={runner.max_concurrent}, or raise the limit"
+        )
     if config.trainer.deterministic and engine.branch() is None:
         raise ConfigError(
             f"{_KEY}={count} with trainer.deterministic=True: which requests rollout.name={rollout.name} samples "
@@ -72,11 +77,15 @@ def check(config: Config, runner: RolloutRunner, count: int) -> None:
         )
 
 
-def _share(config: Config, number: int, count: int) -> Config:
-    """The config of one worker: of the limits of the whole run its share."""
+def _share(config: Config, max_concurrent: int | None, number: int, count: int) -> Config:
+    """The config of one worker: of the limits of the whole run its share.
+
+    Args:
+        max_concurrent: trajectories that live at once in the run, by any of its limits.
+    """
     config = copy.deepcopy(config)
     rollout = config.actor_rollout_ref.rollout
-    if rollout.max_concurrent is not None:
-        rollout.max_concurrent = rollout.max_concurrent // count + (number < rollout.max_concurrent % count)
+    if max_concurrent is not None:
+        rollout.max_concurrent = max_concurrent // count + (number < max_concurrent % count)
     rollout.multi_turn.tool_concurrency = -(-rollout.multi_turn.tool_concurrency // count)
     return config

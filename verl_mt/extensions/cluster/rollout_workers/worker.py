@@ -35,6 +35,7 @@ from verl_mt.plugins import import_plugins, load_object
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import Gate, RolloutPlan
 from verl_mt.trainer.build_rollout import build_chat, build_runner, build_tools
+from verl_mt.user_code import end_tasks
 from verl_mt.workers.process import prepare_torch
 
 Send = Callable[[tuple[Any, ...]], None]
@@ -111,10 +112,7 @@ class Worker:
 
     async def close(self) -> None:
         """Break off what runs, and close tools and engine."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(lambda: list(self._tasks))
         if self._runner.tools is not None:
             await self._runner.tools.close()
         await self._runner.context.engine.close()
@@ -154,13 +152,9 @@ class Worker:
 
     def _with_tools(self, prompt: Prompt) -> Prompt:
         """Tool objects are those of this process. What the row says of them was checked where it was drawn."""
-        extra, tools = prompt.row.extra_info, self._tools
+        tools = self._tools
         if tools is not None and prompt.problem is None:
-            tools = tools.for_row(
-                extra.get("tools_kwargs"),
-                need_tools_kwargs=extra.get("need_tools_kwargs"),
-                tool_selection=extra.get("tool_selection"),
-            )
+            tools = tools.of_row(prompt.row.extra_info, prompt.row.raw)
         return replace(prompt, toolset=tools)
 
     async def _run(self, run: _Run, position: int, prompt: Prompt, shows_tools: bool) -> None:

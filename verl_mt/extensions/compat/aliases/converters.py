@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import Alias, Family
-from verl_mt.config.normalize import COMMAND_LINE, DROP, Item, Outcome, is_whole
+from verl_mt.config.normalize import COMMAND_LINE, Item
 from verl_mt.extensions.compat.aliases import swift_settle
+from verl_mt.extensions.compat.aliases.families import DROP, Alias, Family
 from verl_mt.extensions.compat.aliases.swift_settle import LOSSES as SWIFT_LOSSES
 from verl_mt.extensions.compat.aliases.table import read_table
+from verl_mt.extensions.compat.translate import Translation
 
 MODEL, ACTOR = "actor_rollout_ref.model.", "actor_rollout_ref.actor."
 CORRECTION = "algorithm.rollout_correction."
@@ -264,7 +265,7 @@ def equal_weights(value: Any) -> Any:
 # Settings that mean something together: known only once everything that a command or a file sets is there
 
 
-def settle_verl(outcome: Outcome, where: str) -> None:
+def settle_verl(outcome: Translation, where: str) -> None:
     _leave_critic(outcome, where)
     _name_sampler(outcome)
     _compute_in_bfloat16(outcome, where)
@@ -274,28 +275,28 @@ def settle_verl(outcome: Outcome, where: str) -> None:
     outcome.items = _truncated_sampling(outcome.items)
 
 
-def settle_slime(outcome: Outcome, where: str) -> None:
+def settle_slime(outcome: Translation, where: str) -> None:
     _place_ranks_on_ray(outcome, where, "actor_num_gpus_per_node")
     outcome.items = _off_policy_mask(_truncated_sampling(outcome.items))
     _prompt_as_it_is(outcome, where)
     _reward_by_its_rule(outcome, where)
 
 
-def settle_swift(outcome: Outcome, where: str) -> None:
+def settle_swift(outcome: Translation, where: str) -> None:
     swift_settle.settle(outcome, where)
     outcome.items = _low_rank_adapters(outcome.items)
 
 
-def _compute_in_bfloat16(outcome: Outcome, where: str) -> None:
+def _compute_in_bfloat16(outcome: Translation, where: str) -> None:
     """verl's passes are in bfloat16 where nothing is set; only its later releases have a key for it."""
     key = f"{MODEL}dtype"
-    if where == COMMAND_LINE or not is_whole(outcome) or any(item.key == key for item in outcome.items):
+    if where == COMMAND_LINE or not outcome.is_whole or any(item.key == key for item in outcome.items):
         return
     outcome.items.append(Item(key, "bfloat16", "actor_rollout_ref.actor.fsdp_config.dtype"))
     outcome.notes.append(f"{where} -> {key}=bfloat16: verl's passes are in bfloat16 where nothing is set")
 
 
-def _hand_on_arguments(outcome: Outcome, where: str) -> None:
+def _hand_on_arguments(outcome: Translation, where: str) -> None:
     """verl hands a tool what the model wrote, whatever its type: its tools make text of a number themselves."""
     key, tools = (f"actor_rollout_ref.rollout.{name}" for name in _ARGUMENTS_AND_TOOLS)
     named = [item for item in outcome.items if item.key == tools != item.alias and item.value is not None]
@@ -306,7 +307,7 @@ def _hand_on_arguments(outcome: Outcome, where: str) -> None:
     outcome.notes.append(f"{named[0].alias} ({where}) -> also {key}=convert: {why}")
 
 
-def _score_whole_responses(outcome: Outcome, where: str) -> None:
+def _score_whole_responses(outcome: Translation, where: str) -> None:
     """verl's functions, which stand in files, read tool results and user turns too."""
     key = "reward.solution_str"
     named = [item for item in outcome.items if item.alias.endswith("custom_reward_function.path")]
@@ -317,7 +318,7 @@ def _score_whole_responses(outcome: Outcome, where: str) -> None:
     outcome.notes.append(f"{named[0].alias} ({where}) -> also {key}=response: solution_str has tool results there")
 
 
-def _place_ranks_on_ray(outcome: Outcome, where: str, alias: str) -> None:
+def _place_ranks_on_ray(outcome: Translation, where: str, alias: str) -> None:
     """More than one GPU per node always means Ray workers to them; to us only where the command says so."""
     if any(item.key == "trainer.placement" for item in outcome.items):
         return
@@ -327,7 +328,7 @@ def _place_ranks_on_ray(outcome: Outcome, where: str, alias: str) -> None:
             outcome.notes.append(f"{alias}={item.value} ({where}) -> also trainer.placement=ray: several ranks need it")
 
 
-def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
+def _prompt_as_it_is(outcome: Translation, where: str) -> None:
     """slime's command renders prompts only with `--apply-chat-template`; a generate function gets the column as it
     is without it."""
     given = {item.key for item in outcome.items}
@@ -341,7 +342,7 @@ def _prompt_as_it_is(outcome: Outcome, where: str) -> None:
         )
 
 
-def _reward_by_its_rule(outcome: Outcome, where: str) -> None:
+def _reward_by_its_rule(outcome: Translation, where: str) -> None:
     """`--rm-type` names a rule; all rules are one reward here."""
     given = {item.key for item in outcome.items}
     if any(item.alias == "rm_type" for item in outcome.items) and "reward.path" not in given:
@@ -349,7 +350,7 @@ def _reward_by_its_rule(outcome: Outcome, where: str) -> None:
         outcome.notes.append(f"rm_type ({where}) -> also reward.path=rm_hub, which scores by it")
 
 
-def _name_sampler(outcome: Outcome) -> None:
+def _name_sampler(outcome: Translation) -> None:
     """A module and the class in it are two keys there and one here."""
     places = [item for item in outcome.items if item.alias == "data.sampler.class_path"]
     names = [item for item in outcome.items if item.alias == "data.sampler.class_name" and item.value is not None]
@@ -360,7 +361,7 @@ def _name_sampler(outcome: Outcome) -> None:
         outcome.items = [*kept, replace(names[0], value=joined)]
 
 
-def _leave_critic(outcome: Outcome, where: str) -> None:
+def _leave_critic(outcome: Translation, where: str) -> None:
     """Their commands give a critic's settings beside an estimator that has none; there nothing reads them."""
     estimator = ["gae", *(item.value for item in outcome.items if item.key == "algorithm.adv_estimator")][-1]
     if estimator == "gae" or "${" in str(estimator):
@@ -465,7 +466,8 @@ def _defaults(name: str) -> dict[str, tuple[Any, ...]]:
 _VERL = _rows("verl.txt")
 
 
-def _verl_page() -> list[str]:
+def verl_page() -> list[str]:
+    """What the page of all keys says of verl's names, line by line."""
     rows = [row for row in _VERL.values() if row.name != row.to]
     lines = [
         "## verl's aliases",
@@ -503,7 +505,7 @@ VERL = Family(
     class_prefix="verl.",
     config_folder="verl/trainer/config",
     missing_files={"megatron": _VERL["actor_rollout_ref.actor.megatron"].why},
-    as_page=_verl_page,
 )
 SLIME = Family(_rows("slime.txt"), settle_slime, slime_flags)
 MS_SWIFT = Family(_rows("ms_swift.txt"), settle_swift, swift_flags)
+TRL = Family(_rows("trl.txt"))

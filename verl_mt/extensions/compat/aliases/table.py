@@ -1,4 +1,4 @@
-"""Read a table of names: `verl.txt`, `slime.txt`, `ms_swift.txt`."""
+"""Read a table of names: `verl.txt`, `slime.txt`, `ms_swift.txt`, `trl.txt`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import Alias
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import Alias
 
 
 def read_table(file: Path, converters: Mapping[str, Any]) -> dict[str, Alias]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.chat.template import ChatTemplate
-from verl_mt.config.normalize import families
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import Config, correction_of
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.trajectory import Status
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.plugins import listing, suggest
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.context import Limits

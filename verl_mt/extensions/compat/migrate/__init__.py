@@ -20,13 +20,13 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.compose import compose
 from verl_mt.config.hydra_source import read_yaml
 from verl_mt.config.normalize import COMMAND_LINE, normalize_overrides, normalize_tree
 from verl_mt.config.redact import is_secret_name
 from verl_mt.config.schema import leaves
 from verl_mt.errors import ConfigError, VerlMTError
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch, Library, by_flag, parses
 from verl_mt.extensions.compat.migrate.ms_swift import read_swift
 from verl_mt.extensions.compat.migrate.shell import Command, Script, read_script

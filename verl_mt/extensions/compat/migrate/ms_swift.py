@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from verl_mt.config.alias_tables import families
-from verl_mt.config.normalize import split_argv
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch, by_flag, override, parses, replace
+from verl_mt.extensions.compat.translate import translate_flags
 from verl_mt.plugins import suggest
 
 _HERE = ("127.0.0.1", "localhost", "0.0.0.0")
@@ -104,7 +104,7 @@ def _take_flags(given: _Given, launch: Launch) -> None:
         elif key not in known:
             launch.refused.append(f"--{key}: no counterpart{suggest(key, known)}")
         else:
-            _, [word, *_] = split_argv([f"--{key}", *values])
+            word, *_ = translate_flags([f"--{key}", *values])
             replace(word if parses(word) else override(key, values), launch)
 
 

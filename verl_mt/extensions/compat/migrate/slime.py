@@ -11,14 +11,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.hydra_source import read_yaml
-from verl_mt.config.normalize import split_argv
 from verl_mt.errors import ConfigError
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch, by_flag, override, parses
 from verl_mt.extensions.compat.migrate.shell_values import without_variables
 from verl_mt.extensions.compat.migrate.slime_layout import settle_layout
 from verl_mt.extensions.compat.rewards.rm_hub import check_rm_type
+from verl_mt.extensions.compat.translate import translate_flags
 from verl_mt.plugins import suggest
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -554,7 +554,7 @@ def _rest(flags: Flags) -> None:
         if key not in known and not key.startswith("sglang_"):
             flags.launch.refused.append(f"{flag}: no counterpart{suggest(key, known)}")
             continue
-        _, [word, *more] = split_argv([flag, *values])
+        word, *more = translate_flags([flag, *values])
         if more and key.startswith("sglang_"):  # a list: --sglang-cuda-graph-bs 1 2 4
             name = f"{ROLLOUT}.engine_kwargs." + key.removeprefix("sglang_")
             whole = all(re.fullmatch(r"-?\d+", value) for value in values)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_mt.config.alias_tables import families
 from verl_mt.config.hydra_source import read_yaml
+from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch
 
 _ACTOR = "actor_rollout_ref.actor"

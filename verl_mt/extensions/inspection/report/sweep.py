@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_mt.data.run_files import to_json_value
+from verl_mt.data.run_files import holder_of, to_json_value
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.report.collect import Collector, Contents, pack
 from verl_mt.extensions.inspection.report.run_reader import Run, is_run, read_curves, section
@@ -29,6 +29,8 @@ _NAMES = ("trainer.experiment_name", "trainer.project_name")
 _TASK = ("data.train_files", "data.val_files", "reward.")
 """Keys, or beginnings of keys, that decide what a reward measures."""
 _LOGS = ("*.log", "*.err", "*.out", "stderr*")
+_ENDED = "jobs.jsonl"
+"""Beside the folders of the jobs: a line for each that ended, or was skipped."""
 _OF_A_JOB = (".hydra", "stderr.log")
 """What a job leaves that never became a run."""
 _LOG_TAIL_BYTES = 65536
@@ -53,8 +55,10 @@ class Job:
     """None: `config.yaml` cannot be read."""
     seeds: tuple[str, ...]
     """Values of `_SEEDS`."""
+    state: str
+    """`finished`, `running`, `failed` or `broken off`."""
     error: str | None
-    """The last error in the logs of an unfinished job."""
+    """Why it failed."""
 
     @property
     def progress(self) -> tuple[bool, int]:
@@ -91,7 +95,7 @@ class SweepContents(Contents):
                     "name": job.name,
                     "setting": place.get(job.name),
                     "seed": _seed_text(job, data_seeds),
-                    "state": "finished" if job.run.finished else "failed" if job.error else "not finished",
+                    "state": job.state,
                     "error": job.error,
                     "same_as": doubles.get(job.name),
                     "total_steps": section(job.run.config, "trainer").get("total_training_steps"),
@@ -117,7 +121,7 @@ class SweepContents(Contents):
 
     @property
     def complaints(self) -> list[str]:
-        said = [f"{job.name}: {job.error or 'not finished'}" for job in self.jobs if not job.run.finished]
+        said = [f"{job.name}: {job.error or job.state}" for job in self.jobs if not job.run.finished]
         return [*said, *(f"{job.name}: {problem}" for job in self.jobs for problem in job.run.problems)]
 
 
@@ -195,8 +199,31 @@ def _read_job(path: Path, sweep: Path) -> Job:
     }
     setting = tuple((key, value) for key, value in values.items() if not _is_apart(key))
     seeds = tuple(values.get(key, "unknown") for key in _SEEDS)
-    error = None if run.finished else _last_error(path)
-    return Job(path.relative_to(sweep).as_posix(), run, setting or None, seeds, error)
+    state, error = _state(path, run.finished)
+    return Job(path.relative_to(sweep).as_posix(), run, setting or None, seeds, state, error)
+
+
+def _state(path: Path, finished: bool) -> tuple[str, str | None]:
+    """The state of a job, and why it failed."""
+    if finished:
+        return "finished", None
+    if holder_of(path) is not None:
+        return "running", None
+    error = _last_error(path) or _why_failed(path)
+    return "failed" if error else "broken off", error
+
+
+def _why_failed(path: Path) -> str | None:
+    """What the sweep says of a job that failed, unless the job has been started again since."""
+    try:
+        require_file(path.parent / _ENDED)
+        lines = (path.parent / _ENDED).read_text(encoding="utf-8").splitlines()
+        own = [line for line in map(json.loads, lines) if line["folder"] == path.name]
+        begun = max((file.stat().st_mtime for file in [path / ".lock"] if file.exists()), default=0.0)
+        last = own[-1] if own else {}
+        return str(last["why"]) if last.get("status") == "failed" and last["ended"] >= begun else None
+    except (DataError, OSError, ValueError, KeyError, TypeError):
+        return None  # no sweep of ours
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -290,6 +317,8 @@ def _shortened(text: str) -> str:
 
 
 def _seed_text(job: Job, data_seeds: bool) -> str:
+    if not job.setting:
+        return "–"
     trainer, data = job.seeds
     return f"{trainer}, data {data}" if data_seeds else trainer
 

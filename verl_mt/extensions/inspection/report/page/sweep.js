@@ -30,7 +30,7 @@ const Sweep = (() => {
   const tokenText = (n) => (n === null ? "–" : n.toLocaleString("en"));
   const dot = (setting) => el("span", { class: "dot", style: { background: Charts.colour(setting.number) } });
   // Names of keys and folders may break behind their signs.
-  const breakable = (text) => el("span", {}, text.split(/(?<=[/=,]|\.(?!\d))/).flatMap((part) => [el("wbr"), part]));
+  const breakable = (text) => el("span", {}, text.split(/(?<=[/=,]|\.(?!\d))/).flatMap((part, k) => (k ? [el("wbr"), part] : [part])));
   const sign = (setting) => el("span", { class: "sign" }, dot(setting), breakable(setting.label));
   const named = (setting) => el("th", { scope: "row" }, sign(setting));
   const heads = (names) => el("thead", {}, el("tr", {}, names.map(([name, cls]) => el("th", { scope: "col", class: cls }, name))));
@@ -78,13 +78,13 @@ const Sweep = (() => {
   function jobTable(settings, jobs) {
     const costs = jobs.map(cost);
     const total = (name) => (costs.some((c) => c[name] !== null) ? sum(costs.map((c) => c[name] ?? 0)) : null);
-    const rows = jobs.map((job, k) => el("tr", {}, el("th", { scope: "row" }, breakable(job.name)), el("td", {}, job.setting !== null && sign(settings[job.setting])),
-      el("td", { class: "num" }, job.seed), el("td", {}, job.state, job.same_as && `, does not count: same seed as ${job.same_as}`),
+    const rows = jobs.map((job, k) => el("tr", {}, el("th", { scope: "row" }, breakable(job.name)), el("td", {}, job.state, job.same_as && `, does not count: same seed as ${job.same_as}`),
+      el("td", {}, job.setting !== null && sign(settings[job.setting])), el("td", { class: "num" }, job.seed),
       el("td", { class: "num" }, `${costs[k].steps}${Number.isInteger(job.total_steps) ? ` of ${job.total_steps}` : ""}`),
       el("td", { class: "num" }, duration(costs[k].seconds)), el("td", { class: "num" }, tokenText(costs[k].tokens))));
     rows.push(el("tr", { class: "total" }, el("th", { scope: "row" }, "all jobs"), el("td"), el("td"), el("td"), el("td", { class: "num" }, total("steps")),
       el("td", { class: "num" }, duration(total("seconds"))), el("td", { class: "num" }, tokenText(total("tokens")))));
-    return table([["job"], ["setting"], ["seed", "num"], ["state"], ["steps", "num"], ["time", "num"], ["sampled tokens", "num"]], rows);
+    return table([["job"], ["state"], ["setting"], ["seed", "num"], ["steps", "num"], ["time", "num"], ["sampled tokens", "num"]], rows);
   }
 
   // Which jobs did not come to their end, by name.
@@ -95,7 +95,7 @@ const Sweep = (() => {
         el("ul", {}, own.map((job) => el("li", {}, `${job.name}: ${job.metrics.length ? `after step ${cost(job).steps}` : "before its first step"}`,
           job.error && el("div", {}, el("code", {}, job.error))))));
     };
-    return [box("failed", "bad", "failed"), box("not finished", "warn", "not finished: still running, waiting, or broken off")];
+    return [box("failed", "bad", "failed"), box("broken off", "warn", "broken off: start the sweep again to resume"), box("running", "", "running")];
   }
 
   function render(node) {

@@ -1,8 +1,4 @@
-"""What other libraries call our keys: the rows of their tables.
-
-The tables stand with their families and are found through `FAMILIES`; nothing is read before a key or a value turns up
-that is not ours.
-"""
+"""What other libraries call our keys: the rows of their tables, and the values that stand there by default."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ from verl_mt.plugins import Registry, load_object
 
 FAMILIES: Registry[str] = Registry("library whose names are understood", group="verl_mt.aliases")
 """Name -> dotted path of its `Family`."""
+DROP = object()
+"""A converter returns it where the value adds nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Family:
     """What is known of another library: the rows of its table, and the code that a table cannot say."""
 
     rows: Mapping[str, Alias]
-    settle: Callable[[Any, str], None]
+    settle: Callable[[Any, str], None] = lambda outcome, where: None
     """Settings that mean something together; gets all items of a command or file, and its name for the texts."""
     as_overrides: Callable[[Sequence[str], Mapping[str, Alias]], list[str]] | None = None
     """Its flags on a command line as `key=value`; all other words stay."""
@@ -63,12 +61,11 @@ class Family:
     """Ends the path of its own configuration files, which no search path needs."""
     missing_files: Mapping[str, str] = field(default_factory=dict)
     """Part of the name of a configuration file that is not offered -> why."""
-    as_page: Callable[[], list[str]] | None = None
-    """Lines about its names for the page of all keys."""
 
 
 @functools.cache
 def families() -> dict[str, Family]:
+    """Name of a library -> what is known of it."""
     return {name: load_object(path, what=f"names of {name}") for name, path in FAMILIES.items()}
 
 
@@ -76,6 +73,12 @@ def families() -> dict[str, Family]:
 def aliases() -> dict[str, Alias]:
     """The rows of all tables. A name in two of them means the same in both."""
     return {name: row for family in families().values() for name, row in family.rows.items()}
+
+
+@functools.cache
+def other_names() -> dict[str, str]:
+    """Name -> the key of ours that it sets; empty where there is none."""
+    return {name: row.to for name, row in aliases().items()}
 
 
 @functools.cache
@@ -91,12 +94,6 @@ def at_default(key: str, value: Any) -> bool:
     if isinstance(value, dict) and value:
         return all(at_default(f"{key}.{name}", inner) for name, inner in value.items())
     return any(same(value, default) for default in _defaults_elsewhere().get(key, ()))
-
-
-def why_missing(file: str) -> tuple[str, str] | None:
-    """(library, reason) where a configuration file is another library's and not offered; None = it is no such file."""
-    reasons = ((name, word, why) for name, family in families().items() for word, why in family.missing_files.items())
-    return next(((name, why) for name, word, why in reasons if word in file), None)
 
 
 _KINDS: dict[type, str] = {bool: "a truth value", int: "a number", float: "a number", str: "a text", list: "a list"}

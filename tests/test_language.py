@@ -1,0 +1,111 @@
+"""No page uses a word that `language.py` bans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from language import REPO, Text, page, pages, prose_of, texts_of_library, texts_of_source
+from language_figures import figures, sentences
+
+NOT_YET = {
+    "docs/architecture.md",
+    "docs/capabilities.md",
+    "docs/compatibility.md",
+    "docs/configuration.md",
+    "docs/hydra.md",
+    "docs/python_api.md",
+    "docs/schedulers.md",
+    "docs/sglang.md",
+    "docs/verl_keys.md",
+    "docs/write_an_interaction.md",
+}
+"""Pages that are not rewritten yet. This list only gets shorter."""
+
+PAGES = {path.relative_to(REPO).as_posix(): path for path in pages()}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_banned_word(name):
+    hits = list(page(PAGES[name]).hits())
+    if name in NOT_YET:
+        assert hits, f"{name} has no banned word any more: take it off NOT_YET"
+    else:
+        assert hits == [], "words of tests/language.py, or of the style sheet that it holds"
+
+
+def test_every_page_that_is_not_rewritten_exists():
+    assert sorted(NOT_YET - set(PAGES)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("So many rows.", ["So many"]),
+        ("A tool of\nyour own.", ["of your own"]),
+        ("| a | A table once more |", ["once more"]),
+        ("The GPU is in flight; flights are not.", ["flights"]),
+        ("A [door](wall.md#room) opens.", ["door"]),
+        ("Wall time, a wall-clock limit, and a wall.", ["wall"]),
+        ("It holds the step up.", ["holds the step up"]),
+        ("`so many` and ``a `door` ``, https://room.example/door", []),
+        ("```text\nso many\n```\n<!-- so many -->", []),
+        ("Intro:\n\n    python -m so many\n\nEnd.", []),
+        ("---\ntitle: so many\n---\nText.", []),
+        ("A string, a doorway, a classroom, forgiven.", []),
+    ],
+)
+def test_banned_words_are_found_in_prose_alone(text, found):
+    hits = list(Text(Path("x.md"), 1, text).hits())
+    assert [hit.split("'")[1] for hit in hits] == found
+
+
+def test_a_hit_names_file_and_line():
+    (hit,) = Text(REPO / "docs" / "x.md", 5, "One\n\n`code\ncode` and so\nmany").hits()
+    assert hit == "docs/x.md:8: 'so many': write the number, or the noun for it"
+
+
+def test_texts_of_the_source_are_collected(tmp_path):
+    file = tmp_path / "source.py"
+    file.write_text(
+        '"""A module."""\n'
+        "class A:\n"
+        '    """A class."""\n'
+        "    x: int = option(1, 'How many rows.')\n"
+        "    def f(self, key):\n"
+        "        if key:\n"
+        "            raise ValueError(f'{key} is wrong: ' 'set it') from None\n"
+        "        yield Problem(f'{key} is missing')\n"
+        "        print('no error text')\n"
+    )
+    found = sorted((text.line, text.kind, text.text) for text in texts_of_source(file))
+    assert found == [
+        (1, "docstring", "A module."),
+        (3, "docstring", "A class."),
+        (4, "option", "How many rows."),
+        (7, "error", "`x` is wrong: set it"),
+        (8, "error", "`x` is missing"),
+    ]
+
+
+def test_the_library_has_texts_of_each_kind():
+    """They are counted by `language_figures.py`. No test holds them to the list yet."""
+    kinds = [text.kind for text in texts_of_library()]
+    assert min(kinds.count(kind) for kind in ("docstring", "option", "error")) > 200
+
+
+def test_figures_count_prose_by_sentence():
+    text = (
+        "# What is it?\n\nSet `a.b=1`; you may wait. The call fails, and what failed is counted.\n\n"
+        "- Who asks?\n- Run it " + "now " * 30 + "\n\n| what | who |\n\n```bash\nwhat; you\n```\n"
+    )
+    assert len(list(sentences(text))) == 4
+    assert figures(text) == {
+        "words": 47,
+        "clauses": 1,
+        "semicolons": 1,
+        "you": 1,
+        "imperatives": 2,
+        "over 30 words": 1,
+    }
+    assert "what" not in prose_of(text).replace("what failed", "").replace("| what", "")

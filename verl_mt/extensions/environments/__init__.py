@@ -1,0 +1,1 @@
+"""Adapters of environment libraries, and `verl-mt env check`."""

@@ -1,0 +1,284 @@
+"""What an environment answers to fixed actions, in processes of their own: the material of `env check`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_mt.environments.base import Environment
+from verl_mt.environments.kinds import Kind
+from verl_mt.environments.session import EnvironmentSession
+from verl_mt.errors import PluginError, ToolCallError, UserCodeError, error_text
+from verl_mt.tools.results import normalize
+from verl_mt.tools.toolset import ToolSet
+
+Action = tuple[str, Any]
+"""(tool, its arguments), or ("", the text of a reply)."""
+Trace = tuple[str, ...]
+"""What an environment said: its prompt, the answer to each action, and at the end its score and state."""
+
+_CHILD_S = 120.0
+"""Deadline of a process."""
+_WORD = re.compile(r"\[\w+\]|\w+")
+
+
+@dataclass(frozen=True)
+class Script:
+    """One episode: a row, and what is done in it."""
+
+    row: Mapping[str, Any]
+    actions: Sequence[Action]
+
+
+@dataclass
+class Played:
+    """What came of episodes in one process."""
+
+    traces: list[Trace]
+    seconds: list[float] = field(default_factory=list)
+    """Of each constructor and reset."""
+
+
+class ChildFailed(PluginError):
+    """A process of a check died, hung or raised."""
+
+
+class Child:
+    """Runs `work` in a forked process, where nothing of another episode has happened.
+
+    Args:
+        work: called in the child; what it returns is sent here.
+        folder: its folder for temporary files; None = a new one, which is removed.
+    """
+
+    def __init__(self, work: Callable[[], Any], folder: Path | None = None):
+        context = multiprocessing.get_context("fork")
+        self._stack = contextlib.ExitStack()
+        new = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        place = folder or Path(self._stack.enter_context(new))
+        self._connection, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_child, args=(work, theirs, str(place)))
+        self._process.start()
+        theirs.close()
+
+    def result(self) -> Any:
+        """What `work` returned.
+
+        Raises:
+            ChildFailed: it raised, died, or did not end in time.
+        """
+        with self._stack:
+            try:
+                if not self._connection.poll(_CHILD_S):
+                    raise ChildFailed(f"a process of the check did not end within {_CHILD_S:g} s")
+                failed, value = self._connection.recv()
+            except EOFError:
+                self._process.join()
+                raise ChildFailed(f"a process of the check died with status {self._process.exitcode}") from None
+            finally:
+                self._process.kill()
+                self._process.join()
+        if failed:
+            raise ChildFailed(value)
+        return value
+
+
+def in_child(work: Callable[[], Any], folder: Path | None = None) -> Any:
+    """`Child(work, folder).result()`."""
+    return Child(work, folder).result()
+
+
+def _child(work: Callable[[], Any], connection: Any, folder: str) -> None:
+    """Runs in the child."""
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    try:
+        connection.send((False, work()))
+    except BaseException as error:
+        connection.send((True, error_text(error, named=True)))
+    connection.close()
+    os._exit(0)  # threads that hang do not hold it up
+
+
+class ProbedSession(EnvironmentSession):
+    """With what only a check asks for."""
+
+    @property
+    def environment(self) -> Environment | None:
+        """The object; None before it is made."""
+        return self._environment
+
+    @property
+    def closing_error(self) -> BaseException | None:
+        """What `close` raised."""
+        closing = self._closing
+        return closing.exception() if closing is not None and closing.done() and not closing.cancelled() else None
+
+    async def state(self) -> Any:
+        """What `state()` returned. Raises `UserCodeError`."""
+        state = self._environment.state  # type: ignore[union-attr]
+        return await self._checked(state, state, {})
+
+    async def fork(self) -> ProbedSession:
+        """A session of the object that `fork()` returned. Raises `UserCodeError`."""
+        fork = self._environment.fork  # type: ignore[union-attr]
+        copied = ProbedSession(self.kind, f"{self.trajectory_id} fork")
+        copied._environment, copied.over = await self._checked(fork, fork, {}), self.over
+        return copied
+
+
+def find_actions(kind: Kind, row: Mapping[str, Any], count: int, seed: int) -> list[Action]:
+    """Actions for an episode of this row, with arguments drawn from the schemas and from what the environment says."""
+    rng, tools, seen = random.Random(seed), ToolSet(kind.entries), [" 1 2 3"]
+    names = [*tools.names, *([""] if kind.replies else [])]
+
+    async def explore() -> list[Action]:
+        session, actions = ProbedSession(kind, "explore"), []
+        try:
+            seen.append(str(await session.start(row)))
+            for number in range(count if names else 0):
+                name = names[number % len(names)]
+                words = _WORD.findall(" ".join(seen))
+                schema = tools.schemas([name])[0]["function"].get("parameters") or {} if name else {}
+                action = (name, _value(schema, rng, words) if name else rng.choice(words))
+                actions.append(action)
+                seen.append(await act(session, action))
+        except UserCodeError:
+            pass  # the episodes that are compared say it
+        finally:
+            with contextlib.suppress(UserCodeError):
+                await session.close()
+        return actions
+
+    return asyncio.run(explore())
+
+
+def play(kind: Kind, scripts: Sequence[Script], *, at_once: str = "") -> Played:
+    """Play scripts in this process.
+
+    Args:
+        kind: the environment.
+        scripts: the episodes.
+        at_once: "" = one after the other. `turns` = all alive, one action of each at a time. `threads` = all alive, as
+            fast as they can.
+    """
+    return asyncio.run(_play(kind, scripts, at_once))
+
+
+async def _play(kind: Kind, scripts: Sequence[Script], at_once: str) -> Played:
+    episodes = [_Episode(kind, script, number) for number, script in enumerate(scripts)]
+    if at_once == "turns":
+        live = [episode.steps() for episode in episodes]
+        while live:
+            still = []
+            for steps in live:
+                with contextlib.suppress(StopAsyncIteration):
+                    await anext(steps)
+                    still.append(steps)
+            live = still
+    else:
+
+        async def whole(episode: _Episode) -> None:
+            async for _ in episode.steps():
+                pass
+
+        if at_once == "threads":
+            await asyncio.gather(*map(whole, episodes))
+        else:
+            for episode in episodes:
+                await whole(episode)
+    seconds = [span.end_s - span.start_s for e in episodes for span in e.session.time_spans if span.turn == 0]
+    return Played([tuple(episode.trace) for episode in episodes], seconds)
+
+
+class _Episode:
+    def __init__(self, kind: Kind, script: Script, number: int):
+        self.kind, self.script, self.session = kind, script, ProbedSession(kind, f"check {number}")
+        self.trace: list[str] = []
+
+    async def steps(self) -> Any:
+        """Yields after each action; closes at the end."""
+        session, trace = self.session, self.trace
+        try:
+            trace.append(f"prompt: {await session.start(self.script.row)!r}")
+            yield
+            for action in self.script.actions:
+                if session.over:
+                    break
+                trace.append(await act(session, action))
+                yield
+            trace += await ending(session)
+        except UserCodeError as error:
+            trace.append(f"failed: {error_text(error.__cause__ or error, named=True)}")
+        finally:
+            try:
+                await session.close()
+            except UserCodeError as error:
+                trace.append(f"close failed: {error_text(error)}")
+
+
+async def ending(session: ProbedSession) -> list[str]:
+    """Its score and state."""
+    found = [f"done: {session.over}"]
+    if session.kind.scores:
+        found.append(f"score: {await session.score()}")
+    if hasattr(session.kind.cls, "state"):
+        found.append(f"state: {await session.state()!r}")
+    return found
+
+
+async def act(session: EnvironmentSession, action: Action) -> str:
+    """What an action brings, as the model reads it."""
+    name, given = action
+    try:
+        if not name:
+            turn = await session.respond([{"role": "assistant", "content": given}])
+            return f"reply {given!r}: {turn.text} {turn.score:g}"
+        response, reward, _ = normalize(await session.run_tool(name, dict(given)))
+        return f"{name}({given}): {response.text} {len(response.image or [])} images, reward {reward:g}"
+    except ToolCallError as error:
+        return f"{name}({given}): refused: {error_text(error)}"
+    except UserCodeError:
+        raise
+    except Exception as error:
+        return f"{name}({given}): raised {error_text(error, named=True)}"
+
+
+def _value(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) -> Any:
+    """A value that fits a JSON schema, near to what the environment says."""
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return _value(next((o for o in options if o.get("type") != "null"), options[0]), rng, words)
+    kind = schema.get("type")
+    kind = next((k for k in kind if k != "null"), "null") if isinstance(kind, list) else kind
+    if kind in ("integer", "number"):
+        numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 7]
+        low, high = schema.get("minimum", -1_000_000), schema.get("maximum", 1_000_000)
+        return max(low, min(high, rng.choice([*numbers, 0, 1, 2, 3])))
+    if kind == "boolean":
+        return rng.random() < 0.5
+    if kind == "array":
+        return [_value(schema.get("items") or {}, rng, words) for _ in range(rng.randint(1, 2))]
+    if kind == "object" or "properties" in schema:
+        properties = schema.get("properties") or {}
+        wanted = [n for n in properties if n in (schema.get("required") or ()) or rng.random() < 0.5]
+        return {name: _value(properties[name], rng, words) for name in wanted}
+    return rng.choice(words)
+
+
+def orders(actions: Sequence[Action], count: int, seed: int) -> Iterator[list[Action]]:
+    """The actions in so many orders; the first one as they are."""
+    rng = random.Random(seed)
+    yield list(actions)
+    for _ in range(count - 1):
+        yield rng.sample(list(actions), len(actions))

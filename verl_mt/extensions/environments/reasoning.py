@@ -1,0 +1,45 @@
+"""reasoning_gym: about 100 families of generated tasks, each answered in one turn."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from verl_mt.environments.base import Done, Environment
+from verl_mt.errors import PluginError
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(Environment):
+    """A task of a seed. The score is the family's own, for the text in the last `<answer>`, or for the whole text where
+    there is none.
+
+    Args:
+        task: the family (`spell_backward`); `reasoning_gym.factory.DATASETS` lists them.
+        config: the family's own settings (`min_word_len=3`).
+    """
+
+    def __init__(self, task: str, **config: Any):
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise PluginError("reasoning_gym is not installed: pip install reasoning-gym") from error
+        self._make = lambda seed: reasoning_gym.create_dataset(task, seed=seed, size=1, **config)
+        self._score = 0.0
+
+    def reset(self, seed: int, **row: Any) -> str:
+        """The question of this seed."""
+        self._tasks = self._make(seed)
+        self._entry = self._tasks[0]
+        return str(self._entry["question"])
+
+    def reply(self, text: str) -> str:
+        """Score the answer; the episode is over."""
+        found = _ANSWER.findall(text)
+        self._score = float(self._tasks.score_answer(answer=(found[-1] if found else text).strip(), entry=self._entry))
+        raise Done("")
+
+    def score(self) -> float:
+        """Of the answer; 0 where there is none."""
+        return self._score
