@@ -340,9 +340,7 @@ def _check_config(cls: type[Environment], config: Mapping[str, Any], key: str) -
 
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:
     """Those behind `self`."""
-    if function is object.__init__:
-        return []
-    return list(inspect.signature(function).parameters.values())[1:]
+    return [] if function is object.__init__ else list(inspect.signature(function).parameters.values())[1:]
 
 
 def _named(cls: type[Environment]) -> list[str]:

@@ -92,7 +92,16 @@ def check(path: str, config: Mapping[str, Any] | None = None, rows: Sequence[Map
         VerlMTError: it is no environment, or no episode can begin; names class and line.
     """
     kind = build_kind(path, dict(config or {}), timeout_s=_DEADLINE_S)
-    subject = Subject(kind, rows or [{"seed": 1}, {"seed": 2}])
+    return check_kind(kind, rows or [{"seed": 1}, {"seed": 2}])
+
+
+def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Check an environment that is built already.
+
+    Raises:
+        VerlMTError: a row lacks a column, or no episode can begin; names class and line.
+    """
+    subject = Subject(kind, rows)
     for row in subject.rows:
         kind.check_row(row)
     for number, row in enumerate(subject.rows):
