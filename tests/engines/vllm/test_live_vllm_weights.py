@@ -48,16 +48,22 @@ class Process:
 
     async def sample(self, prompt):
         sampling = {"max_new_tokens": 40, "temperature": 0.7, "stop": [], "stop_token_ids": [], "seed": 1}
-        return await self.call("generate", rid=os.urandom(4).hex(), input_ids=prompt, sampling_params=sampling)
+        body = {"rid": os.urandom(4).hex(), "input_ids": prompt, "return_logprob": True, "sampling_params": sampling}
+        return (await self.call("generate", **body))["meta_info"]
 
 
 def difference(module, prompt, answer):
     """Largest difference between vLLM's log-probs and the module's own."""
-    ids = answer["token_ids"]
+    log_probs, ids = map(list, zip(*answer["output_token_logprobs"], strict=True))
     with torch.no_grad():
         logits = module(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     own = torch.log_softmax(logits / 0.7, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-    return float((own - torch.tensor(answer["log_probs"])).abs().max())
+    return float((own - torch.tensor(log_probs)).abs().max())
+
+
+def versions(answer):
+    """(version, first token, behind the last token) of each span."""
+    return [tuple(span.values()) for span in answer["weight_versions"]]
 
 
 def test_log_probs_after_an_update_are_those_of_the_new_weights(tmp_path):
@@ -101,8 +107,11 @@ def test_log_probs_after_an_update_are_those_of_the_new_weights(tmp_path):
             await asyncio.to_thread(process.popen.wait, 60)
 
     first, again, after = asyncio.run(go())
-    assert first["token_ids"] == again["token_ids"] and again["cached_tokens"] == 32
-    assert first["versions"] == [("default", 0, 40)] and difference(old, prompt, first) < 1e-4
-    assert after["versions"] == [("7", 0, 40)] and after["cached_tokens"] == 0
+    assert [token for _, token in first["output_token_logprobs"]] == [
+        token for _, token in again["output_token_logprobs"]
+    ]
+    assert first["cached_tokens"] == 0 and again["cached_tokens"] == 32
+    assert versions(first) == [("default", 0, 40)] and difference(old, prompt, first) < 1e-4
+    assert versions(after) == [("7", 0, 40)] and after["cached_tokens"] == 0
     assert difference(new, prompt, after) < 1e-4
     assert difference(old, prompt, after) > 0.1
