@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -300,6 +301,32 @@ multiprocessing.Process(target=lambda: time.sleep(600 + 0 * began)).start()  # n
 print("child", flush=True)
 time.sleep(600)
 """
+
+
+COPY_OF_A_COPY = """
+import multiprocessing, os, sys
+from verl_mt.engines.sglang.processes import fork_children
+fork_children(int(sys.argv[1]))
+number = int(sys.argv[1])
+def inner():
+    print("open" if os.path.exists(f"/proc/self/fd/{number}") else "closed", flush=True)
+def outer():
+    assert not os.path.exists(f"/proc/self/fd/{number}"), "the connection"
+    os.dup2(os.open("/dev/null", os.O_RDONLY), number)
+    child = multiprocessing.Process(target=inner)
+    child.start(); child.join()
+child = multiprocessing.Process(target=outer)
+child.start(); child.join()
+"""
+
+
+def test_a_copy_of_a_copy_keeps_the_file_that_got_the_connections_number():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = theirs.fileno()
+        words = [sys.executable, "-c", COPY_OF_A_COPY, str(number)]
+        done = subprocess.run(words, pass_fds=(number,), capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "open\n", done.stderr
 
 
 @pytest.mark.slow

@@ -83,9 +83,9 @@ time.sleep(600)
 """
 
 
-def test_sglangs_files_of_a_process_group_go_with_it(folder):
-    paths = [folder / name for name in ("sglang_loads_a_1.shm", "sgl_shm_mq_1_2", "nccl-x")]
-    for path in [*paths, folder / "sglang_loads_b_2.shm"]:
+def test_an_engines_files_go_with_its_process_group(folder):
+    paths = [folder / name for name in ("sglang_loads_a_1.shm", "sgl_shm_mq_1_2", "psm_1a", "nccl-x")]
+    for path in [*paths, folder / "sglang_loads_b_2.shm", folder / "psm_2b"]:
         path.write_bytes(bytes(mmap.PAGESIZE))
     holder = subprocess.Popen(
         [sys.executable, "-S", "-c", HOLDS, *map(str, paths)], start_new_session=True, stdout=subprocess.PIPE
@@ -95,7 +95,7 @@ def test_sglangs_files_of_a_process_group_go_with_it(folder):
     holder.kill()
     holder.communicate()
     sweep()
-    assert names(folder) == {"nccl-x", "sglang_loads_b_2.shm"}
+    assert names(folder) == {"nccl-x", "sglang_loads_b_2.shm", "psm_2b"}
 
 
 def buffers() -> set[str]:

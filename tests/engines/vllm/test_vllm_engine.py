@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from verl_mt.config.compose import compose
 from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.base import EngineSetup, Receiver
 from verl_mt.errors import ConfigError, EngineError
+from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.vllm import client, options, publisher
 from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn, environment_of
 from verl_mt.extensions.cluster.vllm.publisher import FileBuckets, FilePublisher
@@ -49,6 +51,13 @@ def check(*words: str) -> None:
         ),
         ([ROLLOUT + "engine_kwargs={kv_cache_dtype: fp8}"], "kv_cache_dtype=fp8: .* rounded caches"),
         ([ROLLOUT + "engine_kwargs={load_format: dummy}"], "load_format=dummy: .* other weights than the trainer's"),
+        ([ROLLOUT + "engine_kwargs={skip_tokenizer_init: True}"], "skip_tokenizer_init=True: .* no stop strings"),
+        ([ROLLOUT + "engine_kwargs={logits_processors: [a.b]}"], "logits_processors=.* by rules that the trainer"),
+        (
+            [ROLLOUT + "engine_kwargs={pipeline_parallel_size: 2}"],
+            "pipeline_parallel_size=2: one engine is one replica",
+        ),
+        ([ROLLOUT + "temperature=0.001"], r"rollout.temperature=0.001: vLLM would sample at 0\.01"),
         ([ROLLOUT + "python=/no/such/python"], "rollout.python=/no/such/python: there is no such program"),
         (["trainer.device=cuda"], "free_cache_engine=True: vLLM engines keep their GPU memory"),
         (
@@ -63,7 +72,11 @@ def test_what_it_cannot_do_is_refused_before_anything_loads(with_vllm, words, me
 
 
 def test_a_configuration_that_it_can_serve_passes(with_vllm):
-    check(ROLLOUT + f"python={sys.executable}", ROLLOUT + "engine_kwargs={max_num_batched_tokens: 8192}")
+    check(
+        ROLLOUT + f"python={sys.executable}",
+        ROLLOUT + "engine_kwargs={max_num_batched_tokens: 8192, load_format: auto, data_parallel_size: 1}",
+        ROLLOUT + "val_kwargs.temperature=0",
+    )
 
 
 def test_a_python_without_vllm_is_refused_by_name(tmp_path):
@@ -74,10 +87,70 @@ def test_a_python_without_vllm_is_refused_by_name(tmp_path):
         check(ROLLOUT + f"python={python}")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no program", "it does not run as a Python"),
+        ('#!/bin/sh\necho "$@"', "has no vLLM"),
+    ],
+)
+def test_a_program_that_is_no_python_is_refused(tmp_path, text, message):
+    program = tmp_path / "python"
+    program.write_text(text)
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match=message):
+        check(ROLLOUT + f"python={program}")
+
+
+def test_vllm_is_looked_for_where_the_engines_process_finds_it(tmp_path, monkeypatch):
+    found = tmp_path / "vllm-0.32.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    options._version_of.cache_clear()
+    try:
+        check()
+    finally:
+        options._version_of.cache_clear()
+
+
+def test_a_relative_python_is_found_from_any_folder(with_vllm, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    config = compose([ROLLOUT + "name=vllm", ROLLOUT + "python=bin/python"]).actor_rollout_ref
+    assert options.python_of(keys_of(config.rollout)) == str(tmp_path / "bin" / "python"), "the link, not its target"
+
+
+def test_a_python_that_another_machine_lacks_is_named():
+    async def go():
+        await VLLMClient({"python": "/no/python", "engine": {"tensor_parallel_size": 1}}).start(9.0)
+
+    with pytest.raises(ConfigError, match=r"rollout\.python=/no/python: it does not run on .* on every machine"):
+        asyncio.run(go())
+
+
 def test_an_untested_version_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(options, "_version_of", lambda python: "0.99.1")
     check(ROLLOUT + f"python={sys.executable}")
     assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
+
+
+def test_memory_of_gpus_that_only_the_ranks_have_is_not_freed_either(with_vllm):
+    config = compose([ROLLOUT + "name=vllm"]).actor_rollout_ref
+    host = SimpleNamespace(name="rank 0", rank=0, num_ranks=1, on_gpu=True, devices=("0",))
+    setup = EngineSetup(
+        config,
+        None,
+        end_token_ids=frozenset(),
+        decode=None,
+        max_model_len=9,
+        deterministic=False,
+        seed=0,
+        hosts=(host,),
+    )
+    with pytest.raises(ConfigError, match="free_cache_engine=True: vLLM engines keep their GPU memory"):
+        engines.build(setup)
 
 
 def test_the_configuration_in_vllms_terms(with_vllm):
@@ -174,6 +247,20 @@ def test_weights_lie_in_a_file_as_plain_bytes_and_the_file_goes_with_the_publish
     assert len(paths) == 2 and all(Path(path).stat().st_mode & 0o777 == 0o600 for path in paths)
     made.close()
     assert not any(Path(path).exists() for path in paths)
+
+
+def test_a_buffer_that_is_too_small_gives_its_file_back():
+    def files():
+        return [name for name in os.listdir("/dev/shm") if name.startswith("verl_mt_weights_")]
+
+    before = len(files())
+    sizes = {"a": 4, "b": 4, "c": 100, "d": 4}
+    buckets = FileBuckets({name: (size,) for name, size in sizes.items()}, torch.float32)
+    for bucket in buckets.pack([(name, torch.ones(size)) for name, size in sizes.items()], 16):
+        assert len(files()) - before <= 2 and Path(buckets.path(bucket.buffer)).exists()
+    del bucket
+    buckets.close()
+    assert len(files()) == before
 
 
 def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):

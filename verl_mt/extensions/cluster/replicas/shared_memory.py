@@ -1,6 +1,6 @@
 """Shared memory of this library's processes in /dev/shm, so that none is left there.
 
-torch and SGLang remove their own, but not where a process is killed, as an engine is in the end. Each name gets a
+torch and engines remove their own, but not where a process is killed, as an engine is in the end. Each name gets a
 marker beside it that says whose it is. A name is removed when its owner has ended and nobody has it mapped: a process
 that gives up the last share of torch's memory dies if the name is gone by then.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 _FOLDER = Path("/dev/shm")
 _MARKER = re.compile(r"verl_mt\.(\d+)\.(\d+)\.(\d+)\.(.+)")
 """Number space of processes, process, when it began in the kernel's ticks, name."""
-_OF_SGLANG = ("sglang_loads_", "sgl_shm_")
+_OF_ENGINES = ("sglang_loads_", "sgl_shm_", "psm_")
+"""SGLang's names, and those of Python's own shared memory, which vLLM's processes use."""
 
 
 def mark(name: str, pid: int) -> None:
@@ -25,10 +26,10 @@ def mark(name: str, pid: int) -> None:
 
 
 def mark_group(leader: int) -> None:
-    """SGLang's names that processes of this group have mapped belong to its leader."""
+    """The engine's names that processes of this group have mapped belong to its leader."""
     members = [pid for pid in _processes() if _stat(pid)[2:3] == [str(leader)]]
     for path in {path for pid in members for path in _mapped(pid)}:
-        if path.parent == _FOLDER and path.name.startswith(_OF_SGLANG):
+        if path.parent == _FOLDER and path.name.startswith(_OF_ENGINES):
             mark(path.name, leader)
 
 

@@ -22,7 +22,7 @@ from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
-_WITHOUTKEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
+_WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _ROUNDED = "the engine would sample from rounded weights or caches, which no test of verl_mt has run"
 _QUANTIZED_FORMATS = ("bitsandbytes", "expert_pack", "flash_rl")
@@ -133,7 +133,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
             "where it has replicas of its own; have one beside each rank (trainer.placement=ray), or "
             f"{KEY}.launch_servers"
         )
-    unguarded = [name for name in _WITHOUTKEY if rollout.engine_kwargs.get(name) not in (None, 1)]
+    unguarded = [name for name in _WITHOUT_KEY if rollout.engine_kwargs.get(name) not in (None, 1)]
     keys = keys_of(rollout)
     if keys.launch_servers and unguarded:
         raise ConfigError(

@@ -190,7 +190,8 @@ def fork_children(descriptor: int) -> None:
     multiprocessing.set_start_method("fork", force=True)
     # SGLang says "spawn" when it starts an engine.
     multiprocessing.set_start_method = lambda method, force=False: None
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+    left = [descriptor]  # once: in a copy of a copy the number may be another file's
+    os.register_at_fork(after_in_child=lambda: os.close(left.pop()) if left else None)
 
 
 def hold_engine(descriptor: int) -> None:

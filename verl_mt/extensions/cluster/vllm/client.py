@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.clients import ChildClient
+from verl_mt.extensions.cluster.replicas.options import KEY
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.turn import Turn
 
@@ -46,7 +49,13 @@ class VLLMClient(ChildClient):
         command = [self._python, "-W", "ignore", _PROCESS, str(descriptor)]
         eager = bool(self._arguments.get("enforce_eager"))
         variables = environment_of(self._python, eager=eager) | dict(self._environment or {})
-        return ChildProcess(command, descriptor, variables, self.kind)
+        try:
+            return ChildProcess(command, descriptor, variables, self.kind)
+        except OSError as error:
+            raise ConfigError(
+                f"{KEY}.python={self._python}: it does not run on {socket.gethostname()} ({error}). Install vLLM under "
+                "the same path on every machine (docs/vllm.md)"
+            ) from error
 
 
 @dataclass

@@ -48,15 +48,16 @@ class VLLMEngine(ReplicatedEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
-        return cls(
-            VLLMOptions.from_config(
-                setup.config,
-                end_token_ids=setup.end_token_ids,
-                max_model_len=setup.max_model_len,
-                seed=setup.seed,
-                hosts=setup.hosts,
-            )
+        options = VLLMOptions.from_config(
+            setup.config,
+            end_token_ids=setup.end_token_ids,
+            max_model_len=setup.max_model_len,
+            seed=setup.seed,
+            hosts=setup.hosts,
         )
+        # Asked again: the ranks may have GPUs that the trainer's machine has not.
+        check_placement(keys_of(setup.config.rollout), on_gpu=options.on_gpu)
+        return cls(options)
 
     def __init__(self, options: VLLMOptions):
         super().__init__(options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
+from verl_mt.extensions.cluster.vllm.client import environment_of
 
 _log = logging.getLogger(__name__)
 TESTED = "0.32.0"
@@ -39,17 +42,34 @@ _OURS = (
     "weight_transfer_config",
 )
 _REFUSED = {
-    "the engine would sample from rounded weights or caches, which no test of verl_mt has run": ("quantization",),
-    "its draft model would get no new weights": ("speculative_config",),
-    "the engine's model would be another one than the trainer's": ("hf_overrides",),
-    "the engine would sample the first step from other weights than the trainer's": ("load_format",),
+    "the engine would sample from rounded weights or caches, which no test of verl_mt has run": (
+        "quantization",
+        "quantization_config",
+    ),
+    "its draft model would get no new weights": ("speculative_config", "spec_method", "spec_model"),
+    "the engine would sample by rules that the trainer does not know": (
+        "logits_processors",
+        "watermark_config",
+        "diffusion_config",
+    ),
+    "the engine's model would be another one than the trainer's": (
+        "hf_overrides",
+        "hf_config_path",
+        "model_class_overrides",
+    ),
+    "the engine would sample the first step from other weights than the trainer's": ("load_format", "model_weights"),
     "the engine would find no stop strings": ("skip_tokenizer_init",),
-    "one engine is one replica": ("data_parallel_size",),
+    "one engine is one replica, on tensor_model_parallel_size devices of one machine": (
+        "data_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ),
 }
 """What is wrong -> names of vLLM's arguments."""
 _PLAIN_CACHES = ("auto", "bfloat16", "float16", "float32")
-_HOTTEST = 2.0
-"""vLLM refuses requests above it."""
+_COLDEST, _HOTTEST = 0.01, 2.0
+"""vLLM refuses requests above, and raises temperatures below without a word to the caller. 0 is greedy."""
 _CPU_BLOCK = 32
 """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of it."""
 _CPU_BATCH = 4096
@@ -82,7 +102,7 @@ class VLLMOptions(ReplicaOptions):
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "seed": self.seed + number,
+            "seed": self.seed,
             "logprobs_mode": "processed_logprobs",  # behind the temperature
             "enable_prefix_caching": True,
         }
@@ -97,6 +117,7 @@ class VLLMOptions(ReplicaOptions):
                 "max_num_batched_tokens": max(self.max_model_len, _CPU_BATCH),
             }
         engine = {name: value for name, value in (engine | self.engine_kwargs).items() if value is not None}
+        engine["seed"] = engine.get("seed", self.seed) + number
         return {"python": self.python, "engine": engine}
 
 
@@ -114,7 +135,7 @@ def check_rollout(config: ActorRolloutRefConfig) -> None:
         )
     for reason, names in _REFUSED.items():
         for name in names:
-            if arguments.get(name) not in (None, False, "", {}, 1):
+            if not _changes_nothing(arguments.get(name)):
                 raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
     cache = str(arguments.get("kv_cache_dtype") or "auto")
     if cache not in _PLAIN_CACHES:
@@ -128,6 +149,16 @@ def check_rollout(config: ActorRolloutRefConfig) -> None:
                 f"{KEY}{key}.temperature={temperature}: vLLM takes at most {_HOTTEST:g}. Lower it, or set {KEY}.name"
                 "=sglang"
             )
+        if temperature is not None and 0 < temperature < _COLDEST:
+            raise ConfigError(
+                f"{KEY}{key}.temperature={temperature}: vLLM would sample at {_COLDEST:g}. Set 0 (greedy) or at least "
+                f"{_COLDEST:g}"
+            )
+
+
+def _changes_nothing(value: Any) -> bool:
+    """Whether vLLM does the same without the argument."""
+    return value in (None, "", {}, [], "auto") or value is False or (value == 1 and value is not True)
 
 
 def check_placement(keys: RolloutKeys, *, on_gpu: bool) -> None:
@@ -157,10 +188,16 @@ def python_of(keys: RolloutKeys) -> str:
         ConfigError: there is none of that name, or it has no vLLM.
     """
     name = keys.python or sys.executable
-    path = shutil.which(name)
+    path = shutil.which(os.path.expanduser(name))
     if path is None:
         raise ConfigError(f"{KEY}.python={name}: there is no such program. Give the path of a Python that has vLLM")
-    version = _version_of(path)
+    path = os.path.abspath(path)  # ranks on Ray have another working directory
+    try:
+        version = _version_of(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{KEY}.python={name}: it does not run as a Python ({error}). Give the path of one"
+        ) from error
     if version is None:
         raise ConfigError(
             f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
@@ -174,5 +211,9 @@ def python_of(keys: RolloutKeys) -> str:
 @functools.lru_cache
 def _version_of(python: str) -> str | None:
     """Of its vLLM; None = it has none. Waits for the interpreter, a fraction of a second."""
-    found = subprocess.run([python, "-I", "-c", _FIND], capture_output=True, text=True, timeout=_FIND_S, check=False)
-    return found.stdout.strip() or None
+    # As the engine's process is started, so that both find the same packages.
+    environment = environment_of(python, eager=False)
+    command = [python, "-W", "ignore", "-c", _FIND]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_FIND_S, check=False)
+    version = found.stdout.strip()
+    return version if re.fullmatch(r"\d[\w.+!-]*", version) else None

@@ -289,8 +289,10 @@ async def _run(arguments: dict[str, Any], connection: socket.socket) -> None:
 if __name__ == "__main__":
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    os.register_at_fork(after_in_child=lambda: os.close(descriptor))  # the other end is to learn of this process's end
     ours = socket.socket(fileno=descriptor)
+    # The other end is to learn of this process's end. The number is closed once: in a copy of a copy it may be another
+    # file's.
+    os.register_at_fork(after_in_child=ours.close)
     _fork_children()
     asyncio.run(_run(_first_frame(ours), ours))
     os._exit(0)  # taking the imports down takes seconds

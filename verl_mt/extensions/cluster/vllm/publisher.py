@@ -29,6 +29,13 @@ class FileBuckets(Buckets):
         """Where another process opens this buffer."""
         return self._paths[buffer.data_ptr()]
 
+    def _reserve(self, turn: int, size: int, device: torch.device) -> Tensor:
+        if 0 < self._buffers[turn].numel() < size:
+            # Engines have copied out of it. A file keeps its memory as long as it has a name or is mapped.
+            os.unlink(self._paths.pop(self._buffers[turn].data_ptr()))
+            self._buffers[turn] = torch.empty(0, dtype=torch.uint8)
+        return super()._reserve(turn, size, device)
+
     def _allocate(self, size: int, device: torch.device) -> Tensor:
         path = Path("/dev/shm") / f"verl_mt_weights_{uuid.uuid4().hex}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -36,6 +43,7 @@ class FileBuckets(Buckets):
             shared_memory.mark(path.name, os.getpid())
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
+            path.unlink()
             raise EngineError(
                 f"weight update: {size / 2**20:.0f} MiB of shared memory in /dev/shm could not be had ({error}). Make "
                 "/dev/shm larger, or lower actor_rollout_ref.rollout.update_weights_bucket_megabytes"
