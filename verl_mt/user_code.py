@@ -194,7 +194,7 @@ class _LoopThread(threading.Thread):
         return asyncio.run_coroutine_threadsafe(self._body(call, work), self.loop)
 
     async def _body(self, call: _Call, work: Callable[[], Any]) -> _Outcome:
-        """Runs on this loop. Waits for the user's code, which does not begin once the caller has given up."""
+        """Runs on this loop. Waits for the user's code, which does not begin once the caller has stopped waiting."""
         call.task = asyncio.current_task()
         try:
             return _Outcome() if call.given_up else await _run(work, (), {})
@@ -376,7 +376,7 @@ async def _in_thread(
             reply.set_result(outcome)
 
     def work() -> None:
-        """Runs in the thread. Waits for the user's code, which does not begin once the caller has given up."""
+        """Runs in the thread. Waits for the user's code, which does not begin once the caller has stopped waiting."""
         if reply.cancelled():
             return
         try:

@@ -54,7 +54,7 @@ class WrittenCall:
 def written_call(
     chat: ChatTemplate, *, tool: dict[str, Any] = _TOOL, arguments: dict[str, Any] = _ARGUMENTS
 ) -> WrittenCall | None:
-    """A call as the template writes it, of a small tool unless another one's schema is given; None where it writes
+    """A call as the template writes it, of a small tool unless you pass another one's schema; None where it writes
     none."""
     if not chat.capabilities.tool_calls:
         return None
@@ -128,7 +128,7 @@ __all__ = ["WrittenCall", "require_parser", "suggest_parser", "written_call"]
 
 
 def _path_of(kind: type) -> str:
-    """The path that a configuration may give; a shipped parser is named by its room, not by the file of its family."""
+    """The path that a configuration may give; a shipped parser is named by its package, not by its family's file."""
     room = "verl_mt.chat.parsers"
     module = room if kind.__module__.startswith(f"{room}.") else kind.__module__
     return f"{module}.{kind.__qualname__}"

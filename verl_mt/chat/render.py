@@ -176,7 +176,7 @@ _PROBING: ContextVar[bool] = ContextVar("probing", default=False)
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """What is rendered in here tries a template out, so one that does not end is given up sooner the next time.
+    """What is rendered in here tries a template out, so one that does not end is stopped sooner the next time.
 
     A conversation has its whole limit always: one that takes too long says nothing about the others.
     """

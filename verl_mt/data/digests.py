@@ -13,7 +13,7 @@ _PIECE_BYTES = 2**20
 
 
 class HashingFile:
-    """A binary file that is hashed by what is written, on its way: nothing is read again.
+    """A binary file that is hashed while it is written: nothing is read again.
 
     Args:
         file: open for writing, at its beginning. Large pieces are hashed in a second thread while this one writes.

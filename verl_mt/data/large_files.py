@@ -72,7 +72,7 @@ class RawRows(Protocol):
 
 
 class LargeRows(Sequence[DataRow]):
-    """The rows of one file. Each access reads anew, and makes a new object."""
+    """The rows of one file. Each access reads the file again, and makes a new object."""
 
     def __init__(self, entry: Entry, reading: Reading, raw: RawRows):
         self.file = entry.path
@@ -100,7 +100,7 @@ class LargeRows(Sequence[DataRow]):
 
     @property
     def look_ahead(self) -> int:
-        """So many rows should be taken at once, if they are known that early."""
+        """Rows that should be taken at once, if the number is known that early."""
         return self._raw.look_ahead
 
     def take(self, indices: Sequence[int]) -> list[DataRow]:

@@ -46,8 +46,8 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
             )
         if config.actor.param_offload and trainer.placement == "inline":
             raise ConfigError(
-                f"actor_rollout_ref.actor.param_offload=True takes the weights away during rollouts, and {_KEY}={name} "
-                "samples with the actor's own: leave it out, or use an engine of its own (sglang)"
+                f"actor_rollout_ref.actor.param_offload=True offloads the weights during rollouts, and {_KEY}={name} "
+                "samples with the actor's weights: remove it, or use a separate engine (sglang)"
             )
         if trainer.placement == "ray" and trainer.steps_ahead:
             raise ConfigError(

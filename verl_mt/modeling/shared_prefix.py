@@ -94,7 +94,7 @@ def plan_prefixes(ids_BT: Tensor, wanted_BT: Tensor) -> PrefixPlan | None:
 
 
 def run_with_prefixes(base: Any, ids_BT: Tensor, plan: PrefixPlan, row_N: Tensor, position_N: Tensor) -> Tensor:
-    """Hidden states [N, H] at the given rows and positions; each position is its row's own work."""
+    """Hidden states [N, H] at these rows and positions; each position is its row's own work."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=base.config)
@@ -162,7 +162,7 @@ def _mask(start_B: Tensor, cached: int, width: int, dtype: torch.dtype) -> Tenso
 
 
 def _select(cache: Any, rows: Tensor) -> Any:
-    """A cache whose row i is the given one's row rows[i], with gradients; the given one stays as it is."""
+    """A cache whose row i is row rows[i] of `cache`, with gradients; `cache` stays as it is."""
     # The next pass appends to its cache by making new tensors, never in place: shallow copies may share what they hold,
     # and the given cache serves every piece of rows.
     selected = copy.copy(cache)

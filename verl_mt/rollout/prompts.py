@@ -196,7 +196,7 @@ class PromptBuilder:
             log.warning("left out (data.on_bad_row=skip): %s%s", error, last)
 
     def knows(self, row: DataRow) -> bool:
-        """Whether `keep` took the row; a sampler of one's own may make others."""
+        """Whether `keep` took the row; a custom sampler may make others."""
         return id(row) in self._cache
 
     def rows(self) -> list[DataRow]:
@@ -306,7 +306,7 @@ class PromptDraws:
     """Raises a VerlMTError for a row that was not looked at before the first step, and cannot be rolled out."""
 
     def draw(self, wanted: int) -> Drawn:
-        """So many prompts.
+        """The next `wanted` prompts.
 
         Raises:
             DataError: a row is bad, and bad rows are not left out; or too few of many rows have a prompt.

@@ -1,4 +1,4 @@
-"""Plans that run beside the trainer: `RolloutStream` starts them in a thread of its own and hands over their groups."""
+"""Plans that run beside the trainer: `RolloutStream` starts them in another thread and collects their groups."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Running:
 
 
 class RolloutStream:
-    """Starts plans and hands over their groups.
+    """Starts plans and collects their groups.
 
     Methods run in the trainer's main thread. Coroutines run on the event loop of the thread `rollout`.
 
@@ -117,8 +117,8 @@ class RolloutStream:
         return name in self._running
 
     def stop(self) -> None:
-        """What was started and not handed over is given up; returns when it has ended. Runs in the trainer's main
-        thread. Waits until the plans' tasks have ended."""
+        """Stop all plans whose groups were not collected. Runs in the trainer's main thread. Waits until the plans'
+        tasks have ended."""
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)

@@ -1,7 +1,8 @@
 """Command lines and files in the names of other libraries, as our keys.
 
 The core calls `translate` with everything that one command line or file sets, if a key in it is not ours or a value is
-none that the schema takes. A name of ours is ours: the tables of `aliases/` are asked only for the others.
+none that the schema takes. A key of the schema keeps its meaning: the tables of `aliases/` are asked only for
+the others.
 
 A whole configuration of another library has a value for each of its keys. Those at their defaults ask for nothing and
 are never refused.

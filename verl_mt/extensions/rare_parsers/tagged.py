@@ -238,7 +238,7 @@ class Qwen3CoderParser(ToolParser):
             if opening is None or not key:
                 raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
             if key in arguments:
-                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+                raise BadCall(f"the parameter {key!r} appears twice", name, position)
             value, after = values.read(opening.end(), key)
             arguments[key] = read_argument(value, key, parameters, null_word=True)
             position = skip_space(text, after)
@@ -312,7 +312,7 @@ def _read_glm(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]
         if opening is None or not key:
             raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name, position)
         if key in arguments:
-            raise BadCall(f"the argument {key!r} is given twice", name, position)
+            raise BadCall(f"the argument {key!r} appears twice", name, position)
         value, after = values.read(opening.end(), key)
         arguments[key] = read_argument(value, key, parameters)
         position = skip_space(text, after)

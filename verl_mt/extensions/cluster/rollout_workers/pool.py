@@ -130,7 +130,7 @@ class RolloutPool:
         return [place.pid for place in self._places]
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/worker_restarts`: workers lost and started anew since the run began; `rollout/groups_restarted`:
+        """`rollout/worker_restarts`: workers lost and restarted since the run began; `rollout/groups_restarted`:
         unfinished groups that were lost with them and began again elsewhere."""
         return {
             "rollout/worker_restarts": float(self._restarts),

@@ -77,7 +77,7 @@ def aliases() -> dict[str, Alias]:
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """Name -> the key of ours that it sets; empty where there is none."""
+    """Name -> the verl_mt key that it sets; empty where there is none."""
     return {name: row.to for name, row in aliases().items()}
 
 

@@ -107,7 +107,7 @@ async def post(
 
 
 async def get(url: str) -> Any:
-    """The JSON (else the text) of a server of your own.
+    """The JSON (else the text) of the user's server.
 
     Raises:
         UserCodeError: no answer, or not a good one.

@@ -33,7 +33,7 @@ _OWN_ROLLOUT = {"sglang_rollout.generate_rollout", "sglang_rollout"}
 _ASYNC_ROLLOUT = "fully_async_rollout.generate_rollout_fully_async"
 _SFT = "supervised training is python -m verl_mt.sft"
 _OWN_LOSS = "a loss of your own is actor_rollout_ref.actor.policy_loss (docs/your_own_algorithm.md)"
-_DISTILLS = "distillation from a teacher's log-probs is not offered; a reward of your own in reward.path can ask one"
+_DISTILLS = "distillation from a teacher's log-probs is not offered; a custom reward in reward.path can call a teacher"
 _SLICED = re.compile(r"(?P<file>.+)@\[(?P<first>\d*):(?P<last>\d*)\]")
 _QUANTIZED = re.compile(r"[-_](?:fp8|int4|int8|w4a16|nvfp4|mxfp4|awq|gptq)$", re.IGNORECASE)
 _FULL = re.compile(r"[-_](?:bf16|fp16|hf)$", re.IGNORECASE)
@@ -41,7 +41,7 @@ _MEGATRON = re.compile(r"[-_](?:torch[-_]dist|mcore|megatron)$")
 
 
 class Flags:
-    """The flags of a command that nothing has settled yet, and where it is said what became of the others."""
+    """The flags of a command that nothing has settled yet, and the notes on the others."""
 
     def __init__(self, words: list[str], launch: Launch):
         self.left = {flag.removeprefix("--").replace("-", "_"): values for flag, values in by_flag(words)}
@@ -52,7 +52,7 @@ class Flags:
         return key in self.left
 
     def first(self, key: str) -> str | None:
-        """Its first value; None where it is not given or has none."""
+        """Its first value; None where it is not set or has none."""
         return next(iter(self.left.get(key, [])), None)
 
     def pop(self, key: str) -> str | None:
@@ -61,7 +61,7 @@ class Flags:
         return found
 
     def number(self, key: str) -> float | None:
-        """Of a variable its default, which is noted; None where it is not given, or only a shell knows it."""
+        """Of a variable its default, which is noted; None where it is not set, or only a shell knows it."""
         text = self.first(key)
         plain = None if text is None else without_variables(text)
         try:
@@ -116,7 +116,7 @@ def read_slime(words: list[str], name: str, launch: Launch) -> None:
 
 
 def _is_something_else(flags: Flags) -> bool:
-    """A command that does not train by reinforcement, or by a loop of its own: the one reason is enough."""
+    """A command that does not train by reinforcement, or by a custom loop: the one reason is enough."""
     path = flags.first("rollout_function_path") or ""
     own = path.removeprefix(_ROLLOUTS)
     if flags.first("loss_type") == "sft_loss" or own.startswith(("sft_rollout", "cpt_rollout")):
@@ -396,7 +396,7 @@ def _validation(flags: Flags) -> None:
 
 
 def _validation_file(flags: Flags) -> None:
-    """`--eval-config`: data sets, each with settings of its own; here all are sampled alike."""
+    """`--eval-config`: data sets, each with its settings; here all are sampled alike."""
     path = flags.left.pop("eval_config")[0]
     if not Path(path).is_file():
         flags.launch.changed.append(f"--eval-config {path}: the file is not here; name its data in data.val_files")

@@ -97,7 +97,7 @@ class RuleReward:
         if plain not in RULES:
             raise ConfigError(
                 f"{where}: got {name!r}{suggest(plain, RULES)}; known: {', '.join(RULES)}, remote_rm, and boxed_... of "
-                "each. For another one name a function of your own in reward.path"
+                "each. For another rule name a custom function in reward.path"
             )
         return RULES[plain]
 

@@ -225,7 +225,7 @@ class SchedulerDriver(RolloutDriver):
 
 
 def make_request(episode: Episode) -> RolloutInferRequest:
-    """A request of its own for one trajectory: messages, media and the row's other columns in `data_dict`.
+    """A new request for one trajectory: messages, media and the row's other columns in `data_dict`.
 
     Raises:
         DataError: the row's column `data_dict` or `objects` is no mapping.
@@ -283,7 +283,7 @@ def take_outputs(conversation: SchedulerConversation, returned: Any) -> None:
         turn = _turn_of(conversation, output)
         if turn <= last:
             raise conversation.error(
-                "run", f"its outputs must end in turns of their own, in order; got turn {turn} after turn {last}"
+                "run", f"its outputs must end in different turns, in order; got turn {turn} after turn {last}"
             )
         if not output.whole:
             _take(conversation, output, last, turn)

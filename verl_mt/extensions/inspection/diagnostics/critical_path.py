@@ -231,7 +231,7 @@ def _walk(step: StepReplay) -> list[_Piece]:
 
 
 def _who_held(step: StepReplay, pieces: list[_Piece]) -> list[_Piece]:
-    """In a lock step: what waits in the engine waits for whom? Replaces such time by the spans it was waited for."""
+    """In a lock step, a wait in the engine waits for spans of others. Replaces such time by these spans."""
     outside = sorted((s for s in step.spans if s.span.phase in OUTSIDE), key=lambda s: s.interval)
     found: list[_Piece] = []
     for span, phase, start, end in pieces:

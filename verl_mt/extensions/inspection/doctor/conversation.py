@@ -102,7 +102,7 @@ def tool_calls(subject: Subject) -> Iterator[Finding]:
     rollout, chat = subject.rollout, subject.known_chat
     driven = rollout.custom_generate_function_path or rollout.agent_function_path
     if subject.tools is None or driven or not is_multi_turn(rollout):
-        yield ok("no calls to read" if driven is None else "the function of your own reads them")
+        yield ok("no calls to read" if driven is None else "your function reads them")
         return
     name = rollout.multi_turn.tool_parser
     note = require_parser(chat, name, get_parser(name))

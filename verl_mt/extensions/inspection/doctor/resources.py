@@ -314,7 +314,7 @@ def _root_and_layer(subject: Subject) -> tuple[int, int]:
 
 
 def _others(subject: Subject) -> float:
-    """Bytes on a rank's device that are no tensor of its own."""
+    """Bytes on a rank's device that are not its tensors."""
     rollout = subject.rollout
     on_gpu = subject.config.trainer.device != "cpu" and (torch.cuda.is_available() or not subject.samples_from_policy)
     context = _CONTEXT_BYTES["cuda" if on_gpu else "cpu"]

@@ -1,9 +1,9 @@
 """One rollout row as the page needs it: a line of the table, and the details of an opened conversation.
 
 The details have the *blocks* of each record: which of its tokens say which message. A record knows its prompt,
-assistant and observation spans. Inside what was given, messages are found by their text; what the template writes
+assistant and observation spans. In prompts and observations, messages are found by their text; what the template writes
 around a message belongs to that message's block, its end-of-turn token included. Where it writes much, such as the list
-of the tools, that is a block of its own, so that the question stands in its own one.
+of the tools, that is a separate block, so that the question stands in another one.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def blocks_of(
 
 
 def _split(span: Mapping[str, Any], pieces: list[str], given: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """The blocks of one span of given tokens."""
+    """The blocks of one span of prompt or observation tokens."""
     text = "".join(pieces)
     starts = [0, *accumulate(len(piece) for piece in pieces)]
     found: list[tuple[Mapping[str, Any], int, int]] = []

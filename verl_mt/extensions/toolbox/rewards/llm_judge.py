@@ -129,7 +129,7 @@ class LLMJudge(Reward):
             ) from error
 
     async def grade(self, prompt: str) -> float:
-        """The judge's score for a prompt, on its own scale. Rewards of your own may call it.
+        """The judge's score for a prompt, on its own scale. Your rewards may call it.
 
         Raises:
             _Refused, _Unavailable: no score; says why.

@@ -1,4 +1,4 @@
-"""Where interpreters put their files: one folder per process of ours, which is gone after it, however it ended.
+"""Where interpreters put their files: one folder per verl_mt process, which is gone after it, however it ended.
 
 What lies there was made by model-written code: thousands of levels, links, folders without permissions. So nothing here
 recurses, follows a link, or lets such a folder end a run.

@@ -1,4 +1,4 @@
-"""Python interpreters that run model-written code, each in a locked-in process of its own (`jail.py`).
+"""Python interpreters that run model-written code, each in a separate, locked-in process (`jail.py`).
 
 Isolation is Landlock for files, a seccomp allow-list for everything else, resource limits for memory, and a clock here:
 no privileges, no container runtime and no installed program are needed, and it works in an ordinary container.

@@ -1,6 +1,6 @@
 """Asking a search service: settings, cache and client, shared by the search tool and by custom generate functions.
 
-Two services: one of one's own that speaks Search-R1's protocol (`python -m verl_mt.retrieval` does)::
+Two services: your server that speaks Search-R1's protocol (`python -m verl_mt.retrieval` does)::
 
     POST {"queries": [...], "topk": 3, "return_scores": false}
     -> {"result": [[{"contents": "Title\\nText", ...}, ...], ...]}        # or [[{"document": {...}, "score": 1.0}]]
