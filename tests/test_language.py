@@ -77,6 +77,7 @@ def test_texts_of_the_source_are_collected(tmp_path):
         "class A:\n"
         '    """A class."""\n'
         "    x: int = option(1, 'How many rows.')\n"
+        "    '''An attribute.'''\n"
         "    def f(self, key):\n"
         "        if key:\n"
         "            raise ValueError(f'{key} is wrong: ' 'set it') from None\n"
@@ -88,8 +89,9 @@ def test_texts_of_the_source_are_collected(tmp_path):
         (1, "docstring", "A module."),
         (3, "docstring", "A class."),
         (4, "option", "How many rows."),
-        (7, "error", "`x` is wrong: set it"),
-        (8, "error", "`x` is missing"),
+        (5, "docstring", "An attribute."),
+        (8, "error", "`x` is wrong: set it"),
+        (9, "error", "`x` is missing"),
     ]
 
 

@@ -31,7 +31,7 @@ from verl_mt.import_paths import read_table
 T = TypeVar("T")
 
 OBJECT = "object:"
-"""Begins the name of what a Python call was given instead of a path."""
+"""Begins the name of an object that a Python call passes instead of a path."""
 
 log = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 0.5
-"""A loop that executes nothing new for so long, after a call on it was given up, is blocked."""
+"""Seconds without a new execution, after a call on it timed out, that make a loop blocked."""
 _MAX_HANGING = 256
-"""So many threads of one name may hang before no other is started."""
+"""Threads of one name that may hang before no other is started."""
 _HANGING: dict[str, list[threading.Thread]] = {}
-"""Name -> threads whose callers have given up."""
+"""Name -> threads whose callers stopped waiting."""
 
 
 class CallTimeout(Exception):

@@ -108,7 +108,7 @@ def require_parser(chat: ChatTemplate, name: str, parser: ToolParser) -> str | N
     key = "actor_rollout_ref.rollout.multi_turn.tool_parser"
     problem = f"{key}={name} cannot read the tool calls that this chat template writes: {written.text[:160]!r}."
     if fitting is None:
-        return f"{problem} No parser that comes with verl_mt can; a model that writes them needs one of its own"
+        return f"{problem} No parser that comes with verl_mt can; set it to your parser for this model"
     if not is_registered(name):
         return f"{problem} {fitting} can"
     raise TemplateError(

@@ -58,7 +58,7 @@ class Outcome:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
-    """Keys of ours with several values (Hydra's sweeps)."""
+    """Keys of the schema with several values (Hydra's sweeps)."""
 
     @property
     def explicit(self) -> set[str]:

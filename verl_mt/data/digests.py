@@ -23,7 +23,7 @@ class HashingFile:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0
         self._thread: ThreadPoolExecutor | None = None
         self.error: OSError | None = None
-        """What the disk refused: torch raises an error of its own for it, which does not say so."""
+        """What the disk refused: torch raises another error for it, which does not say so."""
 
     def write(self, data: Any) -> int:
         """Runs in the caller's thread. Waits for the hash of a large piece, in a second thread."""

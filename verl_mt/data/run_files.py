@@ -192,8 +192,8 @@ def disk_refused(path: str | Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return f"cannot write {path}: a directory is there. Move it away and give the same command again"
     return (
-        f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); make room, or choose another "
-        "folder. The same command then goes on from what is complete"
+        f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); free disk space, or choose "
+        "another folder. The same command then goes on from what is complete"
     )
 
 

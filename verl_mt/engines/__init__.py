@@ -144,9 +144,9 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
         return
     why, instead = "", _INSTEAD
     if can.frees_memory:
-        why = ": it gives its memory to training meanwhile"
+        why = ": it frees its memory for training meanwhile"
         instead = (
-            "give it devices of its own (actor_rollout_ref.rollout.nnodes or servers), or leave it its memory "
+            "use separate devices (actor_rollout_ref.rollout.nnodes or servers), or keep the engine's memory "
             "(rollout.free_cache_engine=False)"
         )
     raise ConfigError(

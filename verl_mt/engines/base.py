@@ -31,7 +31,7 @@ class Capabilities:
     deterministic: bool
     """The same requests give the same bits, whatever the timing."""
     returns_token_ids: bool = True
-    """False: it yields text only, and the chat room's delta method finds the ids."""
+    """False: it yields text only, and the delta method of `verl_mt.chat` finds the ids."""
     media: frozenset[str] = frozenset()
     """What it takes beside ids: `images`, `videos`."""
     lock_step: bool = False

@@ -37,7 +37,7 @@ _VISION = {
 }  # fmt: skip
 """What transformers' models call their vision towers and the projectors behind them."""
 _NAME = "default"
-"""peft's name of an adapter that has none of its own."""
+"""peft's name of an adapter without a name."""
 _PARTS = re.compile(r"\.(base_layer|lora_A\.default|lora_B\.default)(?=\.)")
 
 

@@ -29,7 +29,7 @@ from verl_mt.modeling import packing
 _log = logging.getLogger(__name__)
 
 _MIN_SHARED = 16
-"""Shorter prefixes are not worth a forward pass of their own."""
+"""Shorter prefixes are not worth a separate forward pass."""
 _MAX_MASK = 2**25
 """Elements of the dense attention mask; beyond that a causal kernel without mask is the better deal."""
 

@@ -22,7 +22,7 @@ from verl_mt.tools.registry import ToolSet
 log = logging.getLogger(__name__)
 
 _MAX_DRAWS = 20
-"""Rows drawn for each prompt of a step before an order whose rows have no prompts is given up."""
+"""Rows drawn for each prompt of a step before an order whose rows have no prompts is an error."""
 _BAD_ROWS_SAID = 20
 _LONG_CHARS = 200_000
 """Shorter prompts are tokenized in less than a second."""
@@ -218,8 +218,8 @@ class PromptBuilder:
             return name == _ONE_TURN, None
         return False, (
             f"{row.place}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
-            f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a loop of your own leave "
-            "the column out, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
+            f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a custom loop leave "
+            "out the column, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
         )
 
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:

@@ -128,7 +128,7 @@ class RolloutRunner:
     interaction_timeout_s: float = 60.0
     max_concurrent: int | None = None
     seats: int | None = None
-    """Of a plan without that limit no more live at once, where more than the engine has room for would only wait in it:
+    """Of a plan without that limit no more live at once, where more than the engine holds would only wait in it:
     for their requests' deadlines, with their keys and values lost to others."""
     max_retries: int = 2
     tool_reward_weight: float = 0.0

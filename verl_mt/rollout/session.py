@@ -32,7 +32,7 @@ from verl_mt.rollout.turn_log import log_turn
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
 _CLOCK_SLACK_S = 0.05
-"""An engine's clock may be a little ahead of ours."""
+"""An engine's clock may be a little ahead of this process's."""
 
 
 @dataclass(frozen=True)

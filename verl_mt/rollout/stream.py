@@ -38,7 +38,7 @@ class Pool(RollsOut, Protocol):
 
 
 Choice = Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup] | None]
-"""Of the groups that are finished and were not handed over, in the order in which they finished: those that are wanted
+"""Of the groups that are finished and were not collected, in the order in which they finished: those that are wanted
 now, or None as long as they are not there."""
 
 
@@ -48,7 +48,7 @@ class _Running:
 
     plan: RolloutPlan
     open: set[str]
-    """Ids of the prompts whose groups were not handed over."""
+    """Ids of the prompts whose groups were not collected."""
     task: asyncio.Task[Any] | None = None
     """Of the rollout's loop, as soon as it has begun."""
     future: Future[None] = field(default_factory=Future)

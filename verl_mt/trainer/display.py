@@ -28,7 +28,7 @@ from verl_mt.rollout.runner import RolloutProgress
 _NARROWEST, _WIDEST = 80, 120
 """Columns of output that goes into a file or a pipe."""
 _WIDE = 100
-"""Columns from which there is room for a longer bar."""
+"""Columns from which a longer bar fits."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Batcher:
         self.version = 0
         self.paused = False
         self.finished: list[tuple[Sequence, GenerationOutput | BaseException]] = []
-        """Results to be handed over; whoever calls `step` empties it."""
+        """Results for the callers; whoever calls `step` empties it."""
         self.sessions: dict[str, CachedSession] = {}
         self.slots = Slots(KVCache(options.max_slots or options.max_num_seqs, max_model_len))
         self._ends = np.zeros(forward.vocab_size, dtype=np.bool_)

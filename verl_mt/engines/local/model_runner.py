@@ -33,7 +33,7 @@ NAME = "verl_mt_slots"
 _LEN_MULTIPLE = 16
 _CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
 """Keys and values that are read in the time that a call of the attention takes by itself: rows of other lengths are
-read in a call of their own where reading them as long as the others would cost more."""
+read in a separate call where reading them as long as the others would cost more."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
 _LEN_CHUNK = 64

@@ -141,7 +141,7 @@ class Slots:
     top_p: np.ndarray
     min_p: np.ndarray
     watched: np.ndarray
-    """[S] the request has stop ids or stop strings of its own."""
+    """[S] the request sets stop ids or stop strings."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache

@@ -180,7 +180,7 @@ class AsynchronousSource(SpooledSource):
     def notes(self) -> list[str]:
         if not (ahead := self.max_staleness):
             return []
-        in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
+        in_flight = f"prompts of {ahead} later steps are in flight beside the one that is trained"
         if self.over is not None:
             factor = f"{self.over.factor:g}"
             in_flight = f"{factor} steps' prompts are in flight, of which a step trains those that finish first"

@@ -44,8 +44,8 @@ from verl_mt.extensions.compat.aliases.families import (
 )  # fmt: skip
 
 WHOLE = 50
-"""A file with so many keys at defaults of another library is a whole configuration (verl's has about 500 keys, half of
-them without a counterpart), not one that says what differs."""
+"""A file with at least this many keys at defaults of another library is a whole configuration (verl's has about 500
+keys, half of them without a counterpart), not one that says what differs."""
 _FOLLOWS = {"actor_rollout_ref.actor.loss_agg_mode", "trainer.device"}
 """Keys whose default here depends on something else: on the loss, on the machine."""
 _NAMES_A_CLASS = {

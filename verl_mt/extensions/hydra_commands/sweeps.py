@@ -111,7 +111,7 @@ def normalize_sweep(override: Override, text: str, outcome: Outcome) -> list[str
         return []
     keys = {line.partition("=")[0] for line in lines}
     if len(keys) != 1 or len(lines) != len(values):
-        problems.append(Problem(f"{text} ({COMMAND_LINE}): not all of its values set one key; sweep a key of ours"))
+        problems.append(Problem(f"{text} ({COMMAND_LINE}): not all of its values set one key. Sweep a key of verl_mt"))
         return []
     key = keys.pop()
     ours = [line.partition("=")[2] for line in lines]

@@ -88,7 +88,7 @@ def _newest_checkpoint(run: Path) -> dict[str, Any] | None:
 def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:
     """What was over at its step, by the log and by the checkpoint."""
     if "prompts" not in saved:
-        found.notes.append("the newest checkpoint is of an older version, which kept no log of prompts")
+        found.notes.append("the newest checkpoint is of an older version, which kept no prompt log")
         return
     step, told, history, before = saved["step"], saved["prompts"], found.history, found.history.before
     early = [n for n in history.prompts if n < told["drawn"]]

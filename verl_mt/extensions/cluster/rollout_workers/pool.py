@@ -203,7 +203,7 @@ class RolloutPool:
                 return
             self._restarts += 1
             self._unready_deaths = 0 if was_ready else self._unready_deaths + 1
-            log.warning("rollout worker %d is gone and started anew: %s", number, reason)
+            log.warning("rollout worker %d is gone and restarts: %s", number, reason)
             if self._unready_deaths >= MAX_LOST:
                 self._break(WorkerError(f"rollout workers end before they are ready, {MAX_LOST} of them: {reason}"))
                 return

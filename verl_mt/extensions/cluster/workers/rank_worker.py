@@ -37,7 +37,7 @@ from verl_mt.workers.trainable import offload, onload
 from verl_mt.workers.worker_group import Publication, load_workers_state
 
 _BUCKET_BYTES = 2**28
-"""Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
+"""Weights that are gathered and sent at once; a larger layer is a separate bucket."""
 
 
 @dataclass(frozen=True)

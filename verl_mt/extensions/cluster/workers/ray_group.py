@@ -87,7 +87,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []
         self._apart: PlacementGroup | None = None
-        """Of engines on devices of their own."""
+        """The placement of engines on separate devices."""
         self._names: list[str] = []
         self._broken: str | None = None
         self._gave = False

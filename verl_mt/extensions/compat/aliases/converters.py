@@ -78,7 +78,7 @@ scaled = _one_of(
 )
 swift_loss = _one_of(
     {name: name for name in SWIFT_LOSSES},
-    f"expected {', '.join(SWIFT_LOSSES)}; a loss of your own is a function, actor_rollout_ref.actor.policy_loss",
+    f"expected {', '.join(SWIFT_LOSSES)}; a custom loss is a function, actor_rollout_ref.actor.policy_loss",
 )
 cut_left = _one_of(
     {"left": "left", "delete": "error"}, "expected left or delete: other prompts than those have no place in a rollout"

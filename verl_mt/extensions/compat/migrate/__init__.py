@@ -66,7 +66,7 @@ _ENV_DROPPED = {
     "HYDRA_FULL_ERROR": "VERL_MT_TRACEBACK=1 shows tracebacks",
 }
 _ALSO = re.compile(r"\balso (?P<word>[\w.]+=\S+): (?P<why>.+)$")
-"""A note on a key of ours that is set beside what was given, so that it means the same."""
+"""A note on a verl_mt key that is set beside the command's options, so that they mean the same."""
 _OF_MACHINE = {"--node_rank", "--master_addr", "--master_port", "--machine_rank"}
 """Flags by which the commands of one run on several machines differ."""
 _TRUE_ALONE = {"fipo_clip_high_only"}

@@ -315,7 +315,7 @@ def _warmup(given: _Given, launch: Launch) -> None:
     """`--warmup_steps` counts where both are set."""
     if "warmup_ratio" in given and given.get("warmup_steps", ["0"]) != ["0"]:
         [ratio] = given.pop("warmup_ratio")
-        launch.dropped.append(f"--warmup_ratio {ratio}: --warmup_steps is given, and counts")
+        launch.dropped.append(f"--warmup_ratio {ratio}: --warmup_steps is set, and counts")
 
 
 def _prompt_length(given: _Given, launch: Launch) -> None:
@@ -459,8 +459,8 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(
-            "--async_generate true: there every rollout is by the weights of the step before; here of its own step, or "
-            "of at most one before with trainer.max_staleness=1 and engines on devices of their own"
+            "--async_generate true: there every rollout is by the weights of the step before; here by those of the same "
+            "step, or of at most one before with trainer.max_staleness=1 and engines on separate devices"
         )
     adapters = (_one(given, "tuner_type") or _one(given, "train_type") or "lora") == "lora"
     dropout = _one(given, "lora_dropout")

@@ -57,7 +57,7 @@ CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler"
 
 
 _NOT_CALLED = {
-    "async_infer": "each conversation has a run of its own, so that work which several requests share is done in run",
+    "async_infer": "run is called once per conversation: do work that several requests share in run",
     "get_response_token_data": "a turn's ids are recorded as they were sampled; step returns response_token_ids",
     "append_assistant_completion": "what a turn adds to the messages is the run's business; step may change them",
     "set_assistant_message_token_ids": "sampled ids are kept by the ledger, and never encoded again",

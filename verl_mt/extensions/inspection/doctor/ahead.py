@@ -108,7 +108,7 @@ def table(run: str | Path, bounds: Iterable[int] = _BOUNDS) -> str:
     lines = [
         f"{run}: {len(steps)} synchronous steps of {now:.2f} s: {sampling:.2f} s the engine samples, "
         f"{rollout - sampling:.2f} s all wait for what is outside of it, {training:.2f} s of training and the rest",
-        "trainer.max_staleness   engine on devices of its own   engine and trainer on one device",
+        "trainer.max_staleness   engine on separate devices     engine and trainer on one device",
     ]
     for bound in (0, *bounds):
         apart, shared = (seconds_ahead(steps, bound, one_device=one) for one in (False, True))

@@ -293,7 +293,7 @@ def _failing_tool(subject: Subject, name: str, share: str, answer: str) -> Findi
     if first != second and again[0] != answer and not _UNREACHABLE.search(answer):
         return not_looked_at(
             f"tool {name}: calls with made-up arguments failed, {first} with {answer[:200]}; --demos FILE calls it "
-            "with arguments of your own"
+            "with your arguments"
         )
     return warning(
         f"tool {name}: {share} calls failed{'' if first == second else ', whatever the arguments'}: {answer[:200]}",

@@ -29,8 +29,8 @@ from verl_mt.rollout.prompts import Prompt
 _NOTHING = "I do not know."
 _ROWS_PER_SOURCE, _SOURCES = 2, 4
 _WRONG_FORMS = 3
-"""A wrong answer is tried in so many, those that pay best with the truth in them; in the one that pays least, and in
-what the prompt asks for."""
+"""Forms in which a wrong answer is tried, those that pay best with the truth in them; in the one that pays least, and
+in what the prompt asks for."""
 _SAME = 1e-9
 
 

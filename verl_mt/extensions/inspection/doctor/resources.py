@@ -249,7 +249,7 @@ class Demand:
     offloaded."""
     activation_bytes: float
     cache_bytes: float
-    """Of the local engine: keys and values, and the weights of its own where it samples during training."""
+    """Of the local engine: keys and values, and its copy of the weights where it samples during training."""
     pass_bytes: float = 0.0
     """Whole weights that a pass gathers from the other ranks: the root (embeddings, head) and two layers, with the
     gradients of one."""

@@ -28,7 +28,7 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "
 _PROBE = 40
 """Characters of a message's beginning and end that it is found by."""
 _MUCH = 200
-"""Characters of a template's own between two messages that are a block of their own."""
+"""Characters of the template between two messages that make a separate block."""
 _QUESTION, _ANSWER, _TRUTH = 120, 80, 80
 """Characters of these in the table; the details have the whole."""
 

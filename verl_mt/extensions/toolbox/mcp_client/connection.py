@@ -335,7 +335,7 @@ class McpConnection:
             except TimeoutError:
                 if client is self._client:
                     logger.warning(
-                        "MCP server %r answered neither a call nor tools/list within %g s: connecting anew",
+                        "MCP server %r answered neither a call nor tools/list within %g s: reconnecting",
                         self.name,
                         self._connect_timeout_s,
                     )

@@ -54,7 +54,7 @@ def remove_folder(folder: str, ends: float | None = None) -> None:
 @lru_cache
 def _say_once(reason: str, folder: str) -> None:
     logger.warning(
-        "%s, which model-written code left behind, could not be removed (%s); it takes nothing but room, so delete it "
+        "%s, which model-written code left behind, could not be removed (%s); it only takes disk space, so delete it "
         "by hand", folder, reason,
     )  # fmt: skip
 
