@@ -114,8 +114,8 @@ def texts_of_source(path: Path) -> Iterator[Text]:
     """Docstrings, docs of options and error texts of a file of Python.
 
     A docstring is any text that is a statement, so those of attributes count. Values in an f-string become inline code.
-    Other texts are found where they are written: a constant or f-string in `raise ...`, `yield ...` or `yield from ...`,
-    and the second argument of `option(...)`.
+    Other texts are found where they are written: a constant or f-string in `raise ...`, `yield ...` or
+    `yield from ...`, and the second argument of `option(...)`.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

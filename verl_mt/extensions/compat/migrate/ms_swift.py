@@ -459,8 +459,8 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(
-            "--async_generate true: there every rollout is by the weights of the step before; here by those of the same "
-            "step, or of at most one before with trainer.max_staleness=1 and engines on separate devices"
+            "--async_generate true: there every rollout is by the weights of the step before; here by those of the "
+            "same step, or of at most one before with trainer.max_staleness=1 and engines on separate devices"
         )
     adapters = (_one(given, "tuner_type") or _one(given, "train_type") or "lora") == "lora"
     dropout = _one(given, "lora_dropout")
