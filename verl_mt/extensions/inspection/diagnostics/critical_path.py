@@ -341,9 +341,7 @@ def closing_words(folder: Path) -> list[tuple[str, str]]:
     most = max(saved, key=lambda what: sum(saved[what]))
     total = sum(line["time/step_s"] for line in held)
     worst = max(held, key=lambda line: line["critical_path/saving_s"])
-    nobody = (
-        "" if sum(saved[most]) >= _WORTH_NAMING * total else "nobody for 5% of the time; most by "
-    )
+    nobody = "" if sum(saved[most]) >= _WORTH_NAMING * total else "nobody for 5% of the time; most by "
     return [
         ("rollouts spent", _mean_shares(held)),
         (
