@@ -94,7 +94,7 @@ def take_functions(
         given = heads(calls[0])[1:]
         written = " ".join(raw(word) for words in [*body, given] for word in words)
         if raw(heads(calls[0])[0]) != name or _NOT_PUT_IN.search(written):
-            raise ConfigError(f"the function {name} adds words to the launch command: write one command")
+            raise ConfigError(f"the launch command is started by {name} with words of this call: give one command")
         functions[name] = Function(body, given)
         replaced.append((start, end, []))
     rest = list(commands)
