@@ -339,17 +339,23 @@ class OwnThread:
         self.unfinished = 0
         """Calls that were put here and have not ended."""
 
-    def put(self, job: Callable[[], None]) -> threading.Thread:
-        """Run a job after the earlier ones. Runs on the caller's loop and waits for nothing."""
+    def put(self, job: Callable[[], None]) -> None:
+        """Run a job after the earlier ones. Runs on the caller's loop and waits for nothing.
+
+        Raises:
+            CallTimeout: too many threads of this name hang.
+        """
         if self._thread.ident is None:
+            _check_hanging(self._thread.name)
             self._thread.start()
         self.unfinished += 1
         self._jobs.put(job)
-        return self._thread
 
     def end(self) -> None:
         """End the thread after the last job. Runs on the caller's loop and waits for nothing."""
         self._jobs.put(None)
+        if self.unfinished:
+            _HANGING.setdefault(self._thread.name, []).append(self._thread)
 
     def _run(self) -> None:
         """Runs in this thread. Waits for jobs."""
@@ -366,7 +372,6 @@ async def _in_thread(
     own: OwnThread | None = None,
 ) -> _Outcome:
     """Runs on the caller's loop. Waits for a thread, which is left behind if the caller gives up."""
-    _check_hanging(name)
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     reply: asyncio.Future[_Outcome] = loop.create_future()
 
@@ -387,11 +392,12 @@ async def _in_thread(
         with contextlib.suppress(RuntimeError):  # the caller's loop has ended
             loop.call_soon_threadsafe(answer, outcome)
 
-    if own is None:
-        thread = threading.Thread(target=work, daemon=True, name=name)
-        thread.start()
-    else:
-        thread = own.put(work)
+    if own is not None:
+        own.put(work)
+        return await reply
+    _check_hanging(name)
+    thread = threading.Thread(target=work, daemon=True, name=name)
+    thread.start()
     try:
         return await reply
     except asyncio.CancelledError:

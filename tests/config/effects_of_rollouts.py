@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import effect_parts as parts
 import effect_probes as probes
-from effect_engines import hosts, late_server, sglang
+from effect_engines import hosts, late_server, sglang, vllm
 from effect_kinds import GENERATES, MO, MT, NO_TOOLS, NOT_VALIDATED, RO, VALIDATES, Effect, tool, user
 from effect_probes import metric, talk
 
@@ -64,6 +64,7 @@ ROLLOUT = {
     "nnodes": Effect("2", "machines of engines", hosts, ON_RAY),
     "n_workers_per_node": Effect("3", "their devices", hosts, (*ON_RAY, f"{RO}.nnodes=1")),
     "servers": Effect(lambda: f"['{late_server()}']", "who is asked instead of started", sglang),
+    "python": Effect("/bin/sh", "which interpreter runs the engine", vllm),
     "launch_servers": Effect("2", "how many servers", sglang),
     "weight_transport": Effect("disk", "how weights travel", sglang),
     "weight_sync_dir": Effect(

@@ -199,9 +199,7 @@ def _composed(
     if model is not None:
         given.key("actor_rollout_ref.model.path", os.fspath(model))
     if data is None and plugins[1] is not None and base is None:
-        given.key("data.train_files", SEEDS)
-        if validation is None:
-            given.key("data.val_files", SEEDS)
+        data, validation = SEEDS, SEEDS if validation is None else validation
     if data is not None:
         given.key("data.train_files", given.rows("data.train_files", data))
         if validation is None and model is None and base is None:

@@ -289,9 +289,7 @@ def _check_class(cls: type[Environment]) -> None:
     for name, expected in (("limit", int | None), ("in_order", bool)):
         if not isinstance(value := getattr(cls, name), expected) or (value == 0 and name == "limit"):
             place = place_of(cls, value) if callable(value) else place_of(cls)
-            raise PluginError(
-                f"{place}: {name!r} is reserved, {value_text(value, 80)} is not what it may be. Rename it"
-            )
+            raise PluginError(f"{place}: {name!r} is reserved and cannot be {value_text(value, 80)}. Rename it")
     for name, arguments in (("score", 0), ("state", 0), ("fork", 0), ("close", 0), ("reply", 1)):
         method = inspect.getattr_static(cls, name, None)
         if method is None:
@@ -340,9 +338,7 @@ def _check_config(cls: type[Environment], config: Mapping[str, Any], key: str) -
 
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:
     """Those behind `self`."""
-    if function is object.__init__:
-        return []
-    return list(inspect.signature(function).parameters.values())[1:]
+    return [] if function is object.__init__ else list(inspect.signature(function).parameters.values())[1:]
 
 
 def _named(cls: type[Environment]) -> list[str]:

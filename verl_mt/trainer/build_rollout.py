@@ -27,7 +27,7 @@ from verl_mt.extension_points import find
 from verl_mt.interactions.session import load_interactions
 from verl_mt.modeling import load
 from verl_mt.plugins import extension_function
-from verl_mt.rewards.base import load_reward
+from verl_mt.rewards.base import Reward, load_reward
 from verl_mt.rollout.context import Limits, is_multi_turn
 from verl_mt.rollout.drivers import DriverParts, RolloutDriver, build_driver
 from verl_mt.rollout.environment_driver import EnvironmentDriver
@@ -125,6 +125,14 @@ def loss_scale_of(config: Config) -> LossScale:
     return load_loss_scale(rollout.multi_turn.loss_scale or usual)
 
 
+def build_reward(config: Config) -> Reward:
+    """The reward that the configuration names. If it names none: the score of environments, or the reward of the rows'
+    data source."""
+    scored, environment = config.reward, config.actor_rollout_ref.rollout.environment
+    path = "environment" if scored.path is None and environment.is_configured else scored.path
+    return load_reward(path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
+
+
 def build_runner(
     config: Config,
     chat: ChatTemplate,
@@ -149,12 +157,12 @@ def build_runner(
     media = chat.media_kinds & engine.capabilities.media
     executor = None
     environments = tools if isinstance(tools, EnvironmentTools) else None
+    limits_of_run = (rollout.max_concurrent, None if environments is None else environments.limit)
     if tools is not None and is_multi_turn(rollout) and (environments is None or environments.any_tools):
         count_tokens = partial(chat.encode_text, neutral=True)
         executor = ToolExecutor(tools, ToolLimits.from_config(multi_turn), count_tokens, media=media)
     scored = config.reward
-    path = "environment" if scored.path is None and environments is not None else scored.path
-    reward = load_reward(path, scored.name, scored.kwargs, scored.timeout_s, solution_str=scored.solution_str)
+    reward = build_reward(config)
     schemas = executor.tools.schemas() if executor is not None else []
     parts = DriverParts(_parser(config), media, chat, reward, schemas)
     reward.bind(config, parts)
@@ -181,7 +189,7 @@ def build_runner(
         tools=executor,
         interactions=load_interactions(rollout.interaction_config_file) if is_multi_turn(rollout) else {},
         interaction_timeout_s=multi_turn.interaction_timeout_s,
-        max_concurrent=_least(rollout.max_concurrent, environments.limit if environments is not None else None),
+        max_concurrent=min((limit for limit in limits_of_run if limit), default=None),
         seats=rollout.max_num_seqs if rollout.name == "local" else None,
         max_retries=rollout.max_retries,
         tool_reward_weight=scored.tool_reward_weight,
@@ -190,10 +198,6 @@ def build_runner(
         turn_cost=scored.turn_cost,
         token_cost=scored.token_cost,
     )
-
-
-def _least(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _around(engine: InferenceEngine, rollout: RolloutConfig, overlaps: bool) -> InferenceEngine:

@@ -368,7 +368,16 @@ def _show(metrics: dict[str, float], title: str, intervals: dict[str, tuple[floa
 
 
 def chat(config: Config, system: str | None) -> int:
-    """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input."""
+    """Read a line, let the model and its tools work, show what they said; until an empty line or the end of input.
+
+    Raises:
+        ConfigError: the model is to play in an environment, where nobody else speaks.
+    """
+    if config.actor_rollout_ref.rollout.environment.is_configured:
+        raise ConfigError(
+            "a conversation with a person has no environment. Set actor_rollout_ref.rollout.environment.path=null, or "
+            "evaluate without --chat"
+        )
     _lift_limits(config)
     console = terminal()
     with Inference(config) as policy:

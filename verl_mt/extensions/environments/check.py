@@ -92,7 +92,16 @@ def check(path: str, config: Mapping[str, Any] | None = None, rows: Sequence[Map
         VerlMTError: it is no environment, or no episode can begin; names class and line.
     """
     kind = build_kind(path, dict(config or {}), timeout_s=_DEADLINE_S)
-    subject = Subject(kind, rows or [{"seed": 1}, {"seed": 2}])
+    return check_kind(kind, rows or [{"seed": 1}, {"seed": 2}])
+
+
+def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Check an environment that is built already.
+
+    Raises:
+        VerlMTError: a row lacks a column, or no episode can begin; names class and line.
+    """
+    subject = Subject(kind, rows)
     for row in subject.rows:
         kind.check_row(row)
     for number, row in enumerate(subject.rows):
@@ -368,11 +377,11 @@ def _pickled(subject: Subject) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status: 1 where something is wrong, 2 where it is no environment."""
     parser = argparse.ArgumentParser(prog="verl-mt env", description=(__doc__ or "").partition("`: ")[2])
-    check_parser = parser.add_subparsers(dest="command", required=True).add_parser("check", help="check an environment")
-    check_parser.add_argument("path", metavar="PATH", help="registered name, dotted path or file.py:Name")
-    check_parser.add_argument("--config", default="{}", help="JSON: arguments of the constructor")
-    check_parser.add_argument(
-        "--row", action="append", default=[], help="JSON: a row of the data set; may be given several times"
+    parser.add_argument("command", choices=("check",), help="what to do")
+    parser.add_argument("path", metavar="PATH", help="registered name, dotted path or file.py:Name")
+    parser.add_argument("--config", default="{}", help="JSON: arguments of the constructor")
+    parser.add_argument(
+        "--row", action="append", default=[], help="JSON: a row of the data set; several times for more"
     )
     args = parser.parse_args(argv)
     try:

@@ -51,6 +51,7 @@ _READ = (
     "actor_rollout_ref.actor.grad_clip",
     *(f"actor_rollout_ref.actor.{name}" for name in _LAYOUT),
     "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.rollout.environment.",
     "actor_rollout_ref.rollout.max_model_len",
     "actor_rollout_ref.rollout.tool_kwargs.tools_config_file",
     "data.train_batch_size",

@@ -29,6 +29,7 @@ CHECKS: tuple[Check, ...] = (
     Check("reward", conversation.reward, ("plug-ins and trackers",)),
     Check("rows", conversation.rows, ("plug-ins and trackers", "forgotten keys")),
     Check("validation rows", oversights.validation_rows, ("rows",)),
+    Check("environment", conversation.environment, ("tools", "rows")),
     Check("prompts", conversation.prompts, ("chat template", "tools", "reward", "rows")),
     Check("prompts' words", oversights.prompt_words, ("prompts",)),
     Check("rollout", conversation.rollout, ("stop tokens", "tool calls", "interactions", "prompts")),

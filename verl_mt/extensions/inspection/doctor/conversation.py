@@ -14,11 +14,12 @@ from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import Message
 from verl_mt.data.large_files import LargeRows
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
+from verl_mt.environments.kinds import EnvironmentTools
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, not_looked_at, ok, warning
 from verl_mt.extensions.inspection.doctor.scripted import Talk, called, example_arguments, said
 from verl_mt.interactions.session import load_interactions
-from verl_mt.rewards.base import load_reward
+from verl_mt.plugins import extension_function
 from verl_mt.rollout.context import is_multi_turn
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data, build_rollout
@@ -123,11 +124,9 @@ def interactions(subject: Subject) -> Iterator[Finding]:
 
 def reward(subject: Subject) -> Iterator[Finding]:
     """The reward loads."""
-    wanted = subject.config.reward
-    subject.reward = load_reward(
-        wanted.path, wanted.name, wanted.kwargs, wanted.timeout_s, solution_str=wanted.solution_str
-    )
-    yield ok(wanted.path or "by the rows' data_source")
+    subject.reward = build_rollout.build_reward(subject.config)
+    by_default = "the environment's score" if subject.rollout.environment.is_configured else "by the rows' data_source"
+    yield ok(subject.config.reward.path or by_default)
 
 
 def rows(subject: Subject) -> Iterator[Finding]:
@@ -162,7 +161,10 @@ def prompts(subject: Subject) -> Iterator[Finding]:
         return
     subject.prompts = [prompt for row in kept if (prompt := builder.build(row)) is not None]
     longest = max(len(p.ids) for p in subject.prompts)
-    yield ok(f"{len(few)} rendered, the longest has {longest} tokens (limit {builder.max_prompt_length})")
+    if longest:
+        yield ok(f"{len(few)} rendered, the longest has {longest} tokens (limit {builder.max_prompt_length})")
+    else:
+        yield ok(f"{len(few)} rows, whose environments make the prompts (limit {builder.max_prompt_length} tokens)")
     if builder.num_filtered * 5 > len(few):
         yield warning(
             f"{builder.num_filtered} of the first {len(few)} prompts are over-long and would be left out",
@@ -171,6 +173,24 @@ def prompts(subject: Subject) -> Iterator[Finding]:
     assert subject.reward is not None
     for prompt in subject.prompts:
         subject.reward.check(prompt.row)
+
+
+def environment(subject: Subject) -> Iterator[Finding]:
+    """Siblings share no state: `verl-mt env check`, with the first rows."""
+    if not isinstance(subject.tools, EnvironmentTools):
+        yield ok("none is configured")
+        return
+    for kind in subject.tools.kinds.values():
+        rows = [row.raw for row in subject.train_rows() if subject.tools.kind_of(row.raw) is kind]
+        if not rows:
+            yield not_looked_at(f"no row names {kind.name}")
+            continue
+        lines = extension_function("check_environment")(kind, rows[:2])
+        for line in lines:
+            if line.verdict == "wrong":
+                yield warning(f"{line.what}: {line.text}", "run verl-mt env check (docs/environments.md)")
+        if all(line.verdict != "wrong" for line in lines):
+            yield ok(f"{kind.title}: siblings share nothing, answers are the same twice, and all are closed once")
 
 
 def schedule(subject: Subject) -> Iterator[Finding]:

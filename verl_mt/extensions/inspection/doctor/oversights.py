@@ -89,9 +89,11 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
     if not subject.val or subject.config.trainer.val_only:
         yield ok("nothing is held out" if not subject.val else "nothing is trained")
         return
-    trained = {_words(row.prompt): row.place for row in subject.train_rows()}
+    makes_prompts = subject.rollout.environment.is_configured  # then another row is another prompt
+    words = (lambda row: repr(row.raw)) if makes_prompts else (lambda row: _words(row.prompt))
+    trained = {words(row): row.place for row in subject.train_rows()}
     total = sum(len(source.rows) for source in subject.val)
-    both = [(row, place) for s in subject.val for row in s.rows if (place := trained.get(_words(row.prompt)))]
+    both = [(row, place) for s in subject.val for row in s.rows if (place := trained.get(words(row)))]
     if len(both) <= _SHARE_IN_BOTH * total:
         yield ok(f"{len(both)} of {total} prompts are also training prompts" if both else "none is a training row")
         return
