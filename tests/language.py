@@ -113,15 +113,14 @@ def page(path: Path) -> Text:
 def texts_of_source(path: Path) -> Iterator[Text]:
     """Docstrings, docs of options and error texts of a file of Python.
 
-    Values in an f-string become inline code. Texts are found where they are written: a constant or f-string in
-    `raise ...`, `yield ...` or `yield from ...`, and the second argument of `option(...)`.
+    A docstring is any text that is a statement, so those of attributes count. Values in an f-string become inline code.
+    Other texts are found where they are written: a constant or f-string in `raise ...`, `yield ...` or
+    `yield from ...`, and the second argument of `option(...)`.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if ast.get_docstring(node, clean=False) is not None and isinstance(first, ast.Expr):
-                yield Text(path, first.lineno, _text(first.value), "docstring")
+        if isinstance(node, ast.Expr) and _text(node.value):
+            yield Text(path, node.lineno, _text(node.value), "docstring")
         elif isinstance(node, ast.Call) and _name(node.func) == "option":
             doc = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "doc"), None)
             if doc is not None:

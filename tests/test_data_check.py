@@ -29,7 +29,7 @@ def test_every_column_is_said_with_its_kind_and_its_meaning(tmp_path):
     assert found.columns["shelf"].kinds == {"whole number": 1, "absent": 1}
     text = str(found)
     assert "all can be used" in text and "user> How many pens?" in text
-    assert "the reward for 'stock' is given the ground truth 3 (whole number)" in text
+    assert "the reward for 'stock' gets the ground truth 3 (whole number)" in text
     assert "several kinds: whole number in" in found.remarks[0] and "row 2" in found.remarks[0]
 
 
@@ -71,7 +71,7 @@ def test_the_command_takes_files_and_the_keys_of_a_run(tmp_path, capsys):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert main([str(tmp_path / "a.parquet"), "data.prompt_key=question", "data.label_key=answer"]) == 0
     out = capsys.readouterr().out
-    assert "user> q" in out and "the reward for 'a' is given the ground truth 'a' (text)" in out
+    assert "user> q" in out and "the reward for 'a' gets the ground truth 'a' (text)" in out
     assert main([str(tmp_path / "a.parquet")]) == 1
     assert "column 'prompt' is missing" in capsys.readouterr().out
     assert main([str(tmp_path / "none.jsonl")]) == 2

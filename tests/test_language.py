@@ -1,4 +1,4 @@
-"""No page uses a word that `language.py` bans."""
+"""No page and no text of the library uses a word that `language.py` bans."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from language_figures import figures, sentences
 NOT_YET = {
     "docs/architecture.md",
     "docs/capabilities.md",
-    "docs/compatibility.md",
-    "docs/configuration.md",
     "docs/hydra.md",
     "docs/python_api.md",
     "docs/schedulers.md",
     "docs/sglang.md",
-    "docs/verl_keys.md",
     "docs/write_an_interaction.md",
 }
 """Pages that are not rewritten yet. This list only gets shorter."""
+
+SOURCE_NOT_YET = {
+    "verl_mt/environments",
+    "verl_mt/extensions/cluster/replicas",
+    "verl_mt/extensions/cluster/vllm",
+    "verl_mt/extensions/environments",
+}
+"""Packages with docstrings or error texts that are not rewritten yet. This list only gets shorter."""
 
 PAGES = {path.relative_to(REPO).as_posix(): path for path in pages()}
 
@@ -72,6 +77,7 @@ def test_texts_of_the_source_are_collected(tmp_path):
         "class A:\n"
         '    """A class."""\n'
         "    x: int = option(1, 'How many rows.')\n"
+        "    '''An attribute.'''\n"
         "    def f(self, key):\n"
         "        if key:\n"
         "            raise ValueError(f'{key} is wrong: ' 'set it') from None\n"
@@ -83,13 +89,29 @@ def test_texts_of_the_source_are_collected(tmp_path):
         (1, "docstring", "A module."),
         (3, "docstring", "A class."),
         (4, "option", "How many rows."),
-        (7, "error", "`x` is wrong: set it"),
-        (8, "error", "`x` is missing"),
+        (5, "docstring", "An attribute."),
+        (8, "error", "`x` is wrong: set it"),
+        (9, "error", "`x` is missing"),
     ]
 
 
+@pytest.mark.parametrize("kind", ["docstring", "option", "error"])
+def test_no_text_of_the_library_has_a_banned_word(kind):
+    texts = [text for text in texts_of_library() if text.kind == kind and _package(text) not in SOURCE_NOT_YET]
+    assert [hit for text in texts for hit in text.hits()] == [], "words of tests/language.py"
+
+
+def test_packages_that_are_not_rewritten_have_banned_words():
+    left = {_package(text) for text in texts_of_library() if any(text.hits())}
+    assert sorted(SOURCE_NOT_YET - left) == [], "they have no banned word any more: take them off SOURCE_NOT_YET"
+
+
+def _package(text: Text) -> str:
+    return text.file.parent.relative_to(REPO).as_posix()
+
+
 def test_the_library_has_texts_of_each_kind():
-    """They are counted by `language_figures.py`. No test holds them to the list yet."""
+    """`language_figures.py` counts them."""
     kinds = [text.kind for text in texts_of_library()]
     assert min(kinds.count(kind) for kind in ("docstring", "option", "error")) > 200
 

@@ -48,7 +48,7 @@ MAX_CHECK_STEPS = 10_000
 MAX_TEXT_CHARACTERS = 2_000
 """Of the text of a foreign exception on its way to a log or a file."""
 MAX_PAGE_CHARACTERS = 20_000
-"""Of a traceback, of an error of ours (it may list many mistakes), of anything that is logged."""
+"""Of a traceback, of an error of verl_mt (it may list many mistakes), of anything that is logged."""
 
 _UNPRINTABLE = re.compile(
     # Control characters but tab and newline, lone surrogates, and what turns the direction of text.

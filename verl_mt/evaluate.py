@@ -33,7 +33,7 @@ _READ = (
     "actor_rollout_ref.rollout.multi_turn.",
     "reward.",
 )
-"""Beginnings of the keys that mean the same here as in training, whatever the data: given for nothing, they are refused
+"""Beginnings of the keys that mean the same here as in training, whatever the data: without effect, they are refused
 as there."""
 
 

@@ -5,7 +5,7 @@ Forms that `load_object` takes:
 - a registered name, where the caller passes a registry: `math_tip_trick`
 - a dotted path: `my_package.my_module.MyTool` or `my_package.my_module:MyTool`
 - a file and a name: `/path/to/my_tools.py:MyTool` (or relative to the working directory)
-- `object:name`: an object that a Python call was given (`objects_given`), which has no path
+- `object:name`: an object of a Python call (`objects_given`), which has no path
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl_mt.import_paths import read_table
 T = TypeVar("T")
 
 OBJECT = "object:"
-"""Begins the name of what a Python call was given instead of a path."""
+"""Begins the name of an object that a Python call passes instead of a path."""
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def objects_given(objects: Mapping[str, Any]) -> Iterator[None]:
     """
     taken = [name for name, value in objects.items() if _given.get(name, value) is not value]
     if taken:
-        raise PluginError(f"another call that goes on in this process was given {listing(taken)}; wait for its end")
+        raise PluginError(f"another call in this process still uses {listing(taken)}: wait for its end")
     new = [name for name in objects if name not in _given]
     _given.update(objects)
     try:
@@ -166,7 +166,7 @@ def objects_in(value: Any) -> dict[str, Any]:
 
 
 def give_objects(objects: Mapping[str, Any]) -> None:
-    """The same for the rest of this process: of a rank, which is told what the call was given."""
+    """The same for the rest of this process: of a rank, which learns the objects of the call."""
     _given.update(objects)
 
 
@@ -178,9 +178,8 @@ def given_object(path: str, what: str) -> Any:
     """
     if path not in _given:
         raise PluginError(
-            f"{what}: {path!r} stands for an object that a Python call was given, and nobody has given it here; "
-            "give the same call again with the same objects (docs/python_api.md). A command finds only what a module "
-            "or a file holds"
+            f"{what}: {path!r} stands for an object of a Python call, and this process has no such object: repeat the "
+            "call with the same objects (docs/python_api.md). A command finds only objects of a module or a file"
         )
     return _given[path]
 
@@ -257,7 +256,7 @@ def _load_entry_point(group: str | None, name: str, path: str, what: str) -> Any
 
 
 def import_file(path: str | Path, what: str = "plug-in file") -> ModuleType:
-    """Import a Python file once; the same file given twice is the same module.
+    """Import a Python file once; the same file is the same module the second time.
 
     Args:
         path: the file.

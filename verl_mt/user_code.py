@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 0.5
-"""A loop that executes nothing new for so long, after a call on it was given up, is blocked."""
+"""Seconds without a new execution, after a call on it timed out, that make a loop blocked."""
 _MAX_HANGING = 256
-"""So many threads of one name may hang before no other is started."""
+"""Threads of one name that may hang before no other is started."""
 _HANGING: dict[str, list[threading.Thread]] = {}
-"""Name -> threads whose callers have given up."""
+"""Name -> threads whose callers stopped waiting."""
 
 
 class CallTimeout(Exception):
@@ -194,7 +194,7 @@ class _LoopThread(threading.Thread):
         return asyncio.run_coroutine_threadsafe(self._body(call, work), self.loop)
 
     async def _body(self, call: _Call, work: Callable[[], Any]) -> _Outcome:
-        """Runs on this loop. Waits for the user's code, which does not begin once the caller has given up."""
+        """Runs on this loop. Waits for the user's code, which does not begin once the caller has stopped waiting."""
         call.task = asyncio.current_task()
         try:
             return _Outcome() if call.given_up else await _run(work, (), {})
@@ -381,7 +381,7 @@ async def _in_thread(
             reply.set_result(outcome)
 
     def work() -> None:
-        """Runs in the thread. Waits for the user's code, which does not begin once the caller has given up."""
+        """Runs in the thread. Waits for the user's code, which does not begin once the caller has stopped waiting."""
         if reply.cancelled():
             return
         try:

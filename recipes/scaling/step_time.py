@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
             flag = "--" + field.name.removesuffix("_s").replace("_", "-")
             parser.add_argument(flag, dest=field.name, type=float)
     parser.add_argument("--padded", action="store_true", help="rows of the update (model.use_remove_padding=False)")
-    parser.add_argument("--max-staleness", type=int, default=0, help="steps that are sampled ahead of their own")
+    parser.add_argument("--max-staleness", type=int, default=0, help="trainer.max_staleness of the run")
     parser.add_argument("--one-device", action="store_true", help="engine and trainer compute on the same one")
     args = parser.parse_args(argv)
     if (args.fit or args.run) and (args.max_staleness or args.one_device):

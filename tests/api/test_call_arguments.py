@@ -160,7 +160,7 @@ def test_an_object_stands_where_a_path_stands():
     with objects_given(given.objects):
         assert load_object("object:score", what="here") is score
         assert objects_in({"a": ["object:Counter", 3]}) == {"object:Counter": Counter}
-    with pytest.raises(PluginError, match="here: 'object:score' stands for an object that a Python call was given"):
+    with pytest.raises(PluginError, match="here: 'object:score' stands for an object of a Python call"):
         load_object("object:score", what="here")
 
 
@@ -173,7 +173,7 @@ def test_two_objects_of_one_name_have_two_names_and_one_object_has_one():
 
 def test_two_calls_at_once_cannot_give_one_name_two_meanings():
     with objects_given({"object:f": 1}), objects_given({"object:f": 1}):
-        refused = pytest.raises(PluginError, match="another call that goes on in this process was given object:f")
+        refused = pytest.raises(PluginError, match="another call in this process still uses object:f")
         with refused, objects_given({"object:f": 2}):
             pass
         assert load_object("object:f", what="f") == 1

@@ -140,7 +140,7 @@ def test_an_interrupted_call_raises_after_its_checkpoint_and_the_same_call_goes_
         call()
     so_far = verl_mt.Run(tmp_path / "run")
     assert not so_far.finished and "not finished" in repr(so_far)
-    with pytest.raises(PluginError, match=r"'object:(data|interrupting)' .* give the same call again"):
+    with pytest.raises(PluginError, match=r"'object:(data|interrupting)' .* repeat the call"):
         build_trainer(compose(config_name=str(tmp_path / "run" / "config.yaml")))
     done = call()
     assert done.folder == so_far.folder and done.finished and done.steps == 2

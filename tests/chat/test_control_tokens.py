@@ -253,7 +253,7 @@ DSML: list[Any] = [
     ),
     (
         '{I} name="f">{O} name="s">a{J}b{X}{O} name="s">a{X}{J}y',
-        [('{I} name="f">{O} name="s">a{J}b{X}{O} name="s">a{X}{J}', "f", "the parameter 's' is given twice")],
+        [('{I} name="f">{O} name="s">a{J}b{X}{O} name="s">a{X}{J}', "f", "the parameter 's' appears twice")],
         '{I} name="f">{O} name="s">a{J}b{X}{O} name="s">a{X}{J}y',
         None,
     ),

@@ -73,7 +73,7 @@ def test_a_stream_is_shown_with_its_trained_runs_in_colour():
     shown = display.render_tokens(chat, ids, mask)
     assert shown.plain == "abcd"
     assert [(s.start, s.end, s.style) for s in shown.spans] == [(0, 1, "dim"), (1, 3, "bold green"), (3, 4, "dim")]
-    assert display.legend().plain == "trained on  given: prompt, tools, separators"
+    assert display.legend().plain == "trained on  not sampled: prompt, tools, separators"
     with pytest.raises(ValueError, match=r"^4 token ids came with 3 mask bits"):
         display.render_tokens(chat, ids, mask[:3])
 

@@ -146,7 +146,7 @@ def test_a_malformed_call_keeps_its_text_and_tool_name_and_names_the_problem(par
     subject, at = where.get(parser, ("the arguments are", 7))
     problem = f"{subject} not valid JSON (Expecting value at character {at})"
     if parser in twice:
-        problem = f"the {twice[parser]} 'i' is given twice"
+        problem = f"the {twice[parser]} 'i' appears twice"
     assert (bad.text.strip(), bad.name) == (BROKEN[parser].strip(), "f")
     assert bad.error.startswith(f"The tool call was not run: {problem}. Write ")
 
@@ -255,7 +255,7 @@ def test_qwen3_coder_tags_may_share_a_line_and_the_outer_ones_be_missing():
     [
         ("<function=f>\n<parameter=s>\na\n</function>\n", "'s' is not closed"),
         ("<function=f>\nhello</function>", "a parameter tag should come"),
-        ("<function=f><parameter=s>a</parameter><parameter=s>b</parameter></function>", "given twice"),
+        ("<function=f><parameter=s>a</parameter><parameter=s>b</parameter></function>", "appears twice"),
         ('{"name": "f", "arguments": {}}', "a function tag with a name should come"),
         ("<function=>\n</function>", "a function tag with a name"),
         ("<function=f></function> and more", "its closing tag should come where it says 'and more"),
@@ -275,7 +275,7 @@ def test_a_malformed_qwen3_coder_call_says_what_is_wrong(inside, says):
         ("<function=f>\n<parameter=s>\na\n</function>", "the parameter 's' is not closed"),
         (
             "<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=i>\n2\n</parameter>\n",
-            "the parameter 'i' is given twice",
+            "the parameter 'i' appears twice",
         ),
     ],
 )
@@ -397,7 +397,7 @@ def test_glm_values_are_raw_strings_or_json_with_or_without_line_ends():
         ('{"name": "f", "arguments": {}}', "the name of a tool and its arguments should come"),
         ("f<arg_key>s</arg_key>", "a key and its value should come"),
         ("f<arg_key>s</arg_key><arg_value>a", "'s' is not closed"),
-        ("f" + "<arg_key>s</arg_key><arg_value>a</arg_value>" * 2, "given twice"),
+        ("f" + "<arg_key>s</arg_key><arg_value>a</arg_value>" * 2, "appears twice"),
         ("", "the name of a tool"),
     ],
 )

@@ -23,7 +23,7 @@ CALLER = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name
     ("error", "messages", "tools", "cause", "advice"),
     [
         (jinja2.exceptions.SecurityError("x"), [USER], None, "P24", "changes a list"),
-        (jinja2.UndefinedError("'a' is undefined"), [USER], None, "P24", "variable of its own"),
+        (jinja2.UndefinedError("'a' is undefined"), [USER], None, "P24", "variable that is not set"),
         (jinja2.UndefinedError("'a' is undefined now"), [USER], None, "P10", "these messages"),
         (jinja2.UndefinedError("'dict' has no attribute 'a'"), [USER], None, "P10", "these messages"),
         (jinja2.TemplateRuntimeError("x"), [USER], None, "P24", "another Jinja engine"),

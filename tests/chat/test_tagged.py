@@ -230,7 +230,7 @@ def test_a_value_ends_where_the_grammar_goes_on_behind_its_closing_tag(inside, e
         ("<parameter=s>\na</parameter>\n<parameter=i>\n1\n</parameter>\n", [{"s": "a", "i": 1}]),
         ("<parameter=s>\nx\n</parameter> </function>\n</parameter>", [{"s": "x\n</parameter> </function>"}]),
         ("<parameter=s>\nx</parameter><parameter=i>1</parameter> y\n</parameter>\n<parameter=i>\n1\n</parameter>",
-         "the parameter 'i' is given twice"),
+         "the parameter 'i' appears twice"),
         ("<parameter=s>\nx</parameter><parameter=i>1</parameter> y", "the parameter 'i' is not closed"),
         ("<parameter=s>\nx</parameter></function></parameter>\n<parameter=i>1</parameter>",
          "its closing tag should come where another tag stands"),
@@ -244,7 +244,7 @@ def test_a_value_ends_where_the_grammar_goes_on_behind_its_closing_tag(inside, e
         ("<parameter=s>a\n<parameter=i>1</parameter>", [{"s": "a", "i": 1}]),
         ("<parameter=s>a <parameter=i>1</parameter>", [{"s": "a", "i": 1}]),
         ("<parameter=s>\na</tool_call>b\n</parameter>\n<parameter=s>\n2\n</parameter>",
-         "the parameter 's' is given twice"),
+         "the parameter 's' appears twice"),
         ("<parameter=s>\na</tool_call>b\n</parameter>\n</function>junk",
          "its closing tag should come where it says 'junk'"),
         ("<parameter=s>\na</tool_call>b\n</parameter>\n</function>\n<function=g>", [{"s": "a</tool_call>b"}, {}]),
@@ -258,7 +258,7 @@ def test_a_value_on_lines_of_its_own_ends_at_a_closing_tag_on_its_own_line(insid
 
 EMPTY = "<function=f></function>"
 OPENED = "<function=f><parameter=s>a"
-TWICE = "the parameter 's' is given twice"
+TWICE = "the parameter 's' appears twice"
 NO_FUNCTION = "a function tag with a name should come where"
 
 
@@ -338,7 +338,7 @@ ARGUMENT = "<arg_key>s</arg_key><arg_value>a</tool_call>b</arg_value>"
         (" f ", {}),
         ("f<arg_key> </arg_key><arg_value>x</arg_value>", "a key and its value should come where another tag stands"),
         ("f<arg_key>s</arg_key><arg_value>a <arg_key>i</arg_key><arg_value>1</arg_value>", {"s": "a", "i": 1}),
-        (f"f{ARGUMENT}<arg_key>s</arg_key><arg_value>a</arg_value>", "the argument 's' is given twice"),
+        (f"f{ARGUMENT}<arg_key>s</arg_key><arg_value>a</arg_value>", "the argument 's' appears twice"),
         (f"f{ARGUMENT}", {"s": "a</tool_call>b"}),
         ("f<arg_key>i</arg_key><arg_value>1.0</arg_value>", {"i": 1}),
         ("f<arg_key>i</arg_key><arg_value>None</arg_value>", {"i": "None"}),

@@ -51,7 +51,7 @@ ACTOR = {
         ("reward.path=effect_parts:constant", *NOT_VALIDATED),
     ),
     "optimizer_offload": Effect("True", "said where there is nothing to move", probes.warned, NOT_VALIDATED),
-    "param_offload": Effect("True", "an engine that has no weights", probes.started, refused="takes the weights away"),
+    "param_offload": Effect("True", "an engine that has no weights", probes.started, refused="offloads the weights"),
     "fsdp_size": Effect("3", "groups of ranks", probes.placed, FOUR_RANKS, refused="does not divide the number of"),
     "ulysses_sequence_parallel_size": Effect(
         "3", "groups of ranks", probes.placed, FOUR_RANKS, refused="does not divide the number of"

@@ -53,7 +53,7 @@ def test_the_schemas_defaults_pass():
             [f"{ROLLOUT}.multi_turn.enable=False"],
             ["tools_config_file=tools_configs/calculator.yaml does not go with", "enable=False"],
         ),
-        ([f"{ROLLOUT}.multi_turn.max_assistant_turns=1"], ["max_assistant_turns is 1", "tools are given"]),
+        ([f"{ROLLOUT}.multi_turn.max_assistant_turns=1"], ["max_assistant_turns is 1", "tools are configured"]),
         ([f"{ROLLOUT}.top_p=0.9"], ["top_p is 0.9", "val_kwargs.top_p"]),
         ([f"{ROLLOUT}.top_k=20"], ["top_k is 20"]),
         ([f"{ROLLOUT}.min_p=0.1"], ["min_p is 0.1"]),
@@ -69,7 +69,7 @@ def test_the_schemas_defaults_pass():
         ),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            ["tensor_model_parallel_size=2 has no effect", "name=sglang and", "(name is local, servers is [])"],
+            ["tensor_model_parallel_size=2 has no effect", "name=sglang or vllm and", "(name is local, servers is [])"],
         ),
         ([f"{ROLLOUT}.engine_kwargs.a=1"], ["engine_kwargs", "sglang"]),
         ([f"{ROLLOUT}.gpu_memory_utilization=0.8"], ["gpu_memory_utilization", "sglang"]),

@@ -407,7 +407,7 @@ def test_a_refused_write_names_the_file_the_cause_and_the_room(tmp_path, monkeyp
     monkeypatch.setattr("shutil.disk_usage", lambda place: places.append(place) or type("Usage", (), {"free": 5}))
     path = tmp_path / "a" / "b.jsonl"
     said = disk_refused(path, OSError(errno.ENOSPC, "No space left on device"))
-    assert said.startswith(f"cannot write {path}: No space left on device (5 bytes free on its disk); make room")
+    assert said.startswith(f"cannot write {path}: No space left on device (5 bytes free on its disk); free disk space")
     assert places == [tmp_path]
     assert disk_refused(tmp_path, OSError("odd")).startswith(f"cannot write {tmp_path}: odd (5 bytes")
     assert disk_refused("absent_folder/x", OSError("odd")) and places[-1] == type(path)(".")

@@ -47,7 +47,7 @@ def test_a_run_that_nothing_held_says_so(tmp_path):
     timing = {"time/rollout_s": 2.5, "time/step_s": 2.5}
     metrics = straggler.observe([group("a", 0.5), group("b", 0.5)], timing, lock_step=False)
     lines.log(1, {**metrics, **timing, **straggler.take_words()})
-    assert dict(closing_words(tmp_path))["held by"].startswith("nobody for long; ")
+    assert dict(closing_words(tmp_path))["held by"].startswith("nobody for 5% of the time; ")
 
 
 def test_a_run_without_steps_has_no_words(tmp_path):

@@ -130,10 +130,10 @@ MISTAKES = {
     ),
     "reward that raises": error(rewards("return {}[ground_truth]"), "rollout", "KeyError"),
     "forgotten train_files": Mistake(
-        without("data", "train_files"), "forgotten keys", ("data.train_files is not given",), "error", before=True
+        without("data", "train_files"), "forgotten keys", ("data.train_files is not set",), "error", before=True
     ),
     "forgotten model": Mistake(
-        without("actor_rollout_ref.model", "path"), "forgotten keys", ("model.path is not given", "0.9M", "train.jsonl")
+        without("actor_rollout_ref.model", "path"), "forgotten keys", ("model.path is not set", "0.9M", "train.jsonl")
     ),
 }  # fmt: skip
 

@@ -74,7 +74,7 @@ def test_local_without_the_actors_module_or_beyond_its_positions_is_refused(qwen
     ("ask", "message"),
     [
         (request([]), "input_ids is empty"),
-        (request([1] * 100), "100 input tokens leave no room within max_model_len=100"),
+        (request([1] * 100), "100 input tokens leave none to sample within max_model_len=100"),
         (request([1, 50]), "vocabulary of 50"),
         (request([1], stop=("",)), "one is empty"),
         (request([1], stop=("x",)), "without `decode` cannot honour them"),

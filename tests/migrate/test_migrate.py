@@ -188,7 +188,7 @@ ray job submit --address="http://127.0.0.1:8265" -- {SLIME} \\
         ("--use-opd --opd-type sglang", "distillation"),
         ("--rollout-function-path my.rollout", "rollout_function_path=my.rollout"),
         ("--rm-type deepscalar", "did you mean 'deepscaler'"),
-        ("--rm-type ifbench", "a package of their own"),
+        ("--rm-type ifbench", "a separate package"),
         ("--ref-load /elsewhere/other", "ref_load is refused"),
         ("--custom-config-path /nowhere.yaml", "the file is not here"),
         ("--attention-dropout 0.1", "with dropout"),

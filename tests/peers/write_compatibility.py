@@ -1,4 +1,4 @@
-"""docs/compatibility.md: what comes of every file of verl, ms-swift and slime that the tests have.
+"""docs/compatibility.md: results for every file of verl, ms-swift and slime that the tests have.
 
     python tests/peers/write_compatibility.py            # writes the page
     python tests/peers/write_compatibility.py --print    # prints it
@@ -342,7 +342,7 @@ def verdicts() -> list[Verdict]:
 
 INTRO = """# Compatibility
 
-What came of every file of verl, ms-swift and slime that the tests have. The files are tried as they are, but for the
+Results for every file of verl, ms-swift and slime that the tests have. The files are tried as they are, but for the
 replacement of import lines and class names that the migration pages document; nothing else is claimed anywhere. A
 file that is not here has not been tried; licences and manuals, which nothing runs, are left out.
 `python tests/peers/write_compatibility.py` tries them and makes this page, and a test keeps the two together.

@@ -140,7 +140,7 @@ def test_a_rows_own_type_comes_first():
 
 @pytest.mark.parametrize(
     ("rm_type", "reason"),
-    [("deepscalar", "did you mean 'deepscaler'"), ("ifbench", "a package of their own"), ("remote_rm", "kwargs.url")],
+    [("deepscalar", "did you mean 'deepscaler'"), ("ifbench", "a separate package"), ("remote_rm", "kwargs.url")],
 )
 def test_a_type_that_is_not_here_is_refused_when_the_reward_is_made(rm_type, reason):
     with pytest.raises(ConfigError, match=reason):

@@ -83,7 +83,7 @@ def test_a_weighted_form_is_not_what_the_score_without_the_form_is_taken_from():
         ({"rewards": ["format"], "weights": ["a"]}, "expected a list of numbers"),
         ({"rewards": ["format"], "weights": [math.nan]}, "weights: nan is not finite"),
         ({"rewards": ["format"], "weights": [-math.inf]}, "weights: -inf is not finite"),
-        ({"rewards": ["format", "format"]}, "a name of its own"),
+        ({"rewards": ["format", "format"]}, "a distinct name"),
         ({"rewards": ["format"], "kwargs": {"formt": {}}}, "no part formt"),
         ({"rewards": ["format"], "weights": [0.5], "kwargs": {"format_reward": {}}}, "there are format$"),
     ],

@@ -293,5 +293,5 @@ def test_text_turns_of_the_vision_engine_are_those_of_the_model():
     assert (ask(model, late).finish_reason, ask(model, late).token_ids) == ("abort", [])
     with pytest.raises(EngineError, match="within the vocabulary"):
         ask(model, GenerationRequest([10**6], greedy, "r", "s"))
-    with pytest.raises(EngineError, match="leave no room within max_model_len=24"):
+    with pytest.raises(EngineError, match="leave none to sample within max_model_len=24"):
         ask(model, GenerationRequest(ids, greedy, "r", "s"), max_model_len=len(ids))

@@ -392,7 +392,7 @@ def test_the_log_and_the_checkpoint_say_the_same_up_to_its_step(lab, told, missi
     lab.saved = {"step": 2, "prompts": told}
     assert lab.examined() == (missing, [], [])
     lab.saved = {"step": 2}
-    assert lab.examined() == ([], [], ["the newest checkpoint is of an older version, which kept no log of prompts"])
+    assert lab.examined() == ([], [], ["the newest checkpoint is of an older version, which kept no prompt log"])
 
 
 def test_a_run_that_began_elsewhere_counts_what_was_before(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def test_other_files_of_data_are_taken_where_the_key_asks_for_it_and_nothing_els
     assert preview(trainer, other).startswith(f"{tmp_path}/run, an unfinished run")
     open_run(tmp_path, other, resume_mode="other_data").close()
     more = other | {"data": {"seed": 7, **rows}}
-    with pytest.raises(CheckpointError, match=r"(?s)-  seed: 0.*same command to resume it, or start anew"):
+    with pytest.raises(CheckpointError, match=r"(?s)-  seed: 0.*same command to resume it, or start a new run"):
         open_run(tmp_path, more, resume_mode="other_data")
 
 

@@ -267,7 +267,7 @@ by_name: dict[str, Callable[..., Tensor]] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""`algorithm.adv_estimator` -> the function; it is given those of `norm_by_std` and `tokens_N` that it takes."""
+"""`algorithm.adv_estimator` -> the function; it gets those of `norm_by_std` and `tokens_N` that it takes."""
 
 
 # What is done to rewards and groups before advantages: DAPO, Yu et al. 2025 (arXiv:2503.14476).

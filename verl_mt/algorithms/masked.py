@@ -1,6 +1,6 @@
 """Means, sums and whitening that see only the positions of a mask.
 
-Shape suffixes of this room: `B` sequences (rows of a batch), `T` tokens, `N` trajectories, `V` vocabulary.
+Shape suffixes of this package: `B` sequences (rows of a batch), `T` tokens, `N` trajectories, `V` vocabulary.
 A masked-out position never changes a result, whatever it holds (NaN and infinity included).
 """
 

@@ -1,4 +1,4 @@
-"""What a call was given: Python names of keys and Python objects, as the words of a command and the objects they name.
+"""Arguments of a call: Python names of keys and Python objects, as the words of a command and the objects they name.
 
 A call builds the configuration that a command would: `train(total_training_steps=20)` is
 `trainer.total_training_steps=20`. What has no path, a function of a notebook or a list of rows, gets a name,
@@ -89,7 +89,7 @@ class CallArguments:
         return self.name(rows, "validation" if split == "val" else "data")
 
     def conversations(self, data: Any, name: str) -> str:
-        """The path of a file of conversations or of a run directory, or the name of rows that are given."""
+        """The path of a file of conversations or of a run directory, or the name of the caller's rows."""
         if isinstance(data, str | os.PathLike):
             return os.fspath(data)
         return self.name(_rows(data, name, data_source=None), name)
@@ -127,8 +127,8 @@ class CallArguments:
         if isinstance(given, type) or callable(given):
             return self.name(given)
         raise PluginError(
-            f"environment: {value_text(given, 80)} is no class. Every trajectory has an object of its own: give the "
-            "class, and its arguments as {'path': Maze, 'config': {...}}"
+            f"environment: {value_text(given, 80)} is no class. Every trajectory makes its own object: pass the class, "
+            "and its arguments as {'path': Maze, 'config': {...}}"
         )
 
     def reward(self, reward: Any) -> None:
@@ -276,7 +276,7 @@ def _rows(data: Any, key: str, data_source: str | None = "data") -> Callable[...
 
 @dataclass(frozen=True)
 class _Reader:
-    """Makes a row of a run out of one that was given."""
+    """Makes a row of a run out of a caller's row."""
 
     key: str
     data_source: str | None
@@ -295,7 +295,7 @@ class _Reader:
 
 
 class _Rows:
-    """Rows that are there. They are copied now: what becomes of the list later changes no run."""
+    """Rows in memory. They are copied now: later changes of the list change no run."""
 
     def __init__(self, rows: Iterable[Any], reader: _Reader):
         self.rows = [reader.row(row, index) for index, row in enumerate(rows)]

@@ -20,7 +20,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the tool parsers of this room must not cost a tokenizer library."""
+    """Import on first use: the tool parsers of this package must not cost a tokenizer library."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -284,7 +284,7 @@ def find_end(
     known: Collection[str],
     header_ends: bool = False,
 ) -> TurnEnd:
-    """The end of a turn, from two renderings: the cut between what is sampled and what is rendered.
+    """The end of a turn, from two renderings: the cut between sampled and rendered text.
 
     A *tail* is the text from right after the assistant's last known words. The end of the turn is a control token that
     stands both where the conversation stops there and where it goes on; where the two differ, or nothing stands there,

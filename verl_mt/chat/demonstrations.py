@@ -26,7 +26,7 @@ def replay(
     steps: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Token ids and loss mask of a conversation whose sampled turns are given as ids.
+    """Token ids and loss mask of a conversation whose sampled turns are ids already.
 
     The mask is 1 exactly on sampled ids. The generation prompt stands only before a sample, or at the end if there
     are no steps; adjacent env steps merge; a sample that lacks its end token and is followed by env gets one

@@ -41,7 +41,7 @@ def render_tokens(chat: ChatTemplate, token_ids: Sequence[int], loss_mask: Seque
 
 def legend() -> Text:
     """One line that explains the colours."""
-    return Text.assemble(("trained on", TRAINED), "  ", ("given: prompt, tools, separators", GIVEN))
+    return Text.assemble(("trained on", TRAINED), "  ", ("not sampled: prompt, tools, separators", GIVEN))
 
 
 def token_text(tokenizer: Any, token_id: int) -> str:

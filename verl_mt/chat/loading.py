@@ -123,7 +123,7 @@ def load_chat(
     trust_remote_code: bool = False,
 ) -> ChatTemplate:
     """The chat template of a model: tokenizer, Jinja text, and the ids at which it stops; and the image processor of a
-    model that sees (`ProcessorChat`).
+    multimodal model (`ProcessorChat`).
 
     Args:
         path: the model's folder or hub name.

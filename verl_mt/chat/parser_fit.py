@@ -54,7 +54,7 @@ class WrittenCall:
 def written_call(
     chat: ChatTemplate, *, tool: dict[str, Any] = _TOOL, arguments: dict[str, Any] = _ARGUMENTS
 ) -> WrittenCall | None:
-    """A call as the template writes it, of a small tool unless another one's schema is given; None where it writes
+    """A call as the template writes it, of a small tool unless you pass another one's schema; None where it writes
     none."""
     if not chat.capabilities.tool_calls:
         return None
@@ -108,7 +108,7 @@ def require_parser(chat: ChatTemplate, name: str, parser: ToolParser) -> str | N
     key = "actor_rollout_ref.rollout.multi_turn.tool_parser"
     problem = f"{key}={name} cannot read the tool calls that this chat template writes: {written.text[:160]!r}."
     if fitting is None:
-        return f"{problem} No parser that comes with verl_mt can; a model that writes them needs one of its own"
+        return f"{problem} No parser that comes with verl_mt can; set it to your parser for this model"
     if not is_registered(name):
         return f"{problem} {fitting} can"
     raise TemplateError(
@@ -128,7 +128,7 @@ __all__ = ["WrittenCall", "require_parser", "suggest_parser", "written_call"]
 
 
 def _path_of(kind: type) -> str:
-    """The path that a configuration may give; a shipped parser is named by its room, not by the file of its family."""
+    """The path that a configuration may give; a shipped parser is named by its package, not by its family's file."""
     room = "verl_mt.chat.parsers"
     module = room if kind.__module__.startswith(f"{room}.") else kind.__module__
     return f"{module}.{kind.__qualname__}"

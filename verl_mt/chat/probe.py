@@ -62,7 +62,7 @@ class TemplateCapabilities:
     roles: frozenset[str] = frozenset()
     """Roles whose content reaches the model."""
     arguments: Literal["dict", "string"] | None = None
-    """How call arguments are given to the template; None: it writes no calls from messages (sampled ones are kept)."""
+    """How call arguments are passed to the template; None: it writes no calls from messages (sampled ones are kept)."""
     short_call_ids: bool = False
     """Call ids must be nine letters or digits; others are mapped."""
     append_only: bool = False
@@ -78,7 +78,7 @@ class TemplateCapabilities:
     reasoning_content: Reasoning = "ignored"
     """What happens to that key of earlier turns."""
     merges_tool_messages: bool = False
-    """Adjacent tool messages share one turn, so they must be given in one delta."""
+    """Adjacent tool messages share one turn, so they must be in one delta."""
     uses_clock: bool = False
     """The prompt holds the date: it is rendered once per trajectory."""
     rewrites_prompt: bool = False

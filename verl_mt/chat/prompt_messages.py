@@ -2,7 +2,7 @@
 
 Templates write what they know and pass over the rest: Qwen's pass over a message of the role `human`, so that the
 question is gone and the run trains on prompts without one. What a template leaves out of old turns on purpose
-(reasoning, an empty system message) has no text of its own here, or another part that is shown.
+(reasoning, an empty system message) has no text here, or another part that is shown.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def require_traces(chat: ChatTemplate, messages: Sequence[Message], tools: Seque
 
 
 def _unmarked(chat: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[int]:
-    """Messages with text of their own that a rendering with a marker in each does not show."""
+    """Messages whose text a rendering with a marker in each does not show."""
     # Beside tool calls templates may leave the text out; the message is seen by its calls.
     checked = [i for i, m in enumerate(messages) if _has_text(m) and not m.get("tool_calls")]
     marked = [_marked(m, i) if i in checked else m for i, m in enumerate(messages)]

@@ -176,7 +176,7 @@ _PROBING: ContextVar[bool] = ContextVar("probing", default=False)
 
 @contextmanager
 def probing() -> Iterator[None]:
-    """What is rendered in here tries a template out, so one that does not end is given up sooner the next time.
+    """What is rendered in here tries a template out, so one that does not end is stopped sooner the next time.
 
     A conversation has its whole limit always: one that takes too long says nothing about the others.
     """
@@ -286,7 +286,7 @@ def classify(error: Exception, messages: Sequence[Message], tools: Sequence[Any]
     if isinstance(error, jinja2.exceptions.SecurityError):
         return "P24", "The template changes a list, which the sandbox forbids; give a custom_chat_template."
     if isinstance(error, jinja2.UndefinedError) and re.fullmatch(r"'\w+' is undefined", text):
-        return "P24", "The template needs a variable of its own; set it in template_kwargs."
+        return "P24", "The template needs a variable that is not set. Set it in template_kwargs."
     if isinstance(error, jinja2.TemplateRuntimeError) and not isinstance(error, jinja2.UndefinedError):
         return "P24", "The template is written for another Jinja engine; give a custom_chat_template."
     if "not JSON serializable" in text or "not serializable" in text:

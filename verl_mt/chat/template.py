@@ -98,7 +98,7 @@ class ChatTemplate:
         return frozenset()
 
     def media_inputs(self, messages: Sequence[Message], ids: Sequence[int]) -> list[MediaInput]:
-        """What the model is given for the images and videos of the messages, whose rendering `ids` are.
+        """Model inputs for the images and videos of the messages, whose rendering `ids` are.
 
         Raises:
             TemplateError: there are any, and the model takes text only.
@@ -112,7 +112,7 @@ class ChatTemplate:
 
     @property
     def custom_template(self) -> str | None:
-        """The Jinja text that was given instead of the tokenizer's own; None = the tokenizer's own."""
+        """The Jinja text that replaces the tokenizer's; None = the tokenizer's own."""
         return self._chat_template
 
     @property
@@ -211,7 +211,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """A prompt followed by what arrived since: text of tools and users is never trusted.
+        """A prompt followed by messages that arrived since: text of tools and users is never trusted.
 
         Assistant messages among `arrived` are the model's own turns and are rendered as the template writes them.
         """
@@ -287,7 +287,7 @@ class ChatTemplate:
     def replayed(
         self, prompt: Sequence[Message], tools: Sequence[Any] | None, steps: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of a conversation whose sampled turns are given as ids: see `verl_mt.chat.replay`."""
+        """Ids and loss mask of a conversation whose sampled turns are ids already: see `verl_mt.chat.replay`."""
         history: list[Message] = list(prompt)
         token_ids: list[int] = []
         mask: list[int] = []

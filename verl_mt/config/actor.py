@@ -117,7 +117,7 @@ class ActorConfig(Section):
     policy_loss: dict[str, Any] = option(
         {},
         f"`loss_mode`: {', '.join(POLICY_LOSSES)} (default: vanilla, PPO's), and the numbers that only it has "
-        "(docs/algorithms.md); or a function of your own by its dotted path or file.py:name, and its arguments "
+        "(docs/algorithms.md); or a custom function by its dotted path or file.py:name, and its arguments "
         "(docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
         options=LossChoice,
     )
@@ -276,14 +276,14 @@ class CriticConfig(Section):
     model: CriticModelConfig = option(CriticModelConfig, "Its weights.")
     share_trunk: bool = option(
         False,
-        "Read the policy's last hidden states with a small head instead of a model of its own: no second model in "
-        "memory. The head learns, the policy does not feel it (no gradient flows back).",
+        "Read the policy's last hidden states with a small head instead of a separate model: no second model in "
+        "memory. The head learns, and no gradient flows back into the policy.",
     )
     optim: CriticOptimConfig = option(CriticOptimConfig, "The optimizer.")
     ppo_epochs: int | None = option(None, "Passes over a rollout batch; null = the actor's.", min=1)
     ppo_mini_batch_size: int | None = option(None, "Prompts per optimizer step; null = the actor's.", min=1)
     ppo_micro_batch_size: int | None = option(
-        None, "Sequences per forward pass; null = the actor's, unless `ppo_max_token_len` is given.", min=1
+        None, "Sequences per forward pass; null = the actor's, unless `ppo_max_token_len` is set.", min=1
     )
     ppo_max_token_len: int | None = option(None, "Tokens (padding included) per pass; null = the actor's.", min=1)
     cliprange_value: float | None = option(

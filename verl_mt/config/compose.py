@@ -118,13 +118,13 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
 
 
 def _explicit_in_file(keys: Collection[str]) -> Collection[str]:
-    """What a mapping says on purpose. One with every key is a run's own `config.yaml`: what was given on purpose was
-    checked when the run began, and is not known any more."""
+    """What a mapping says on purpose. One with every key is a run's own `config.yaml`: the keys set on purpose were
+    checked when the run began, and are not known any more."""
     return () if whole_keys(keys) >= leaves().keys() - keys_of_packages() else keys
 
 
 def _checked(canonical: DictConfig | dict[str, Any], given: Collection[str]) -> Config:
-    """A mapping of our own keys over the schema's defaults, every value and every rule between keys checked.
+    """A mapping of schema keys over the schema's defaults, every value and every rule between keys checked.
 
     Args:
         given: the keys that somebody has set.

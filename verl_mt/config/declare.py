@@ -150,7 +150,7 @@ def option(
 
 @dataclass
 class Section:
-    """A node of the config. Checks every option of its own when made, with those that extensions add to it."""
+    """A node of the config. Checks each of its options when made, with those that extensions add to it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__new__(Section.extended_of(cls))

@@ -67,7 +67,7 @@ def _require_section(what: str, key: str, cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Section) and "__dataclass_fields__" in vars(cls)):
         raise PluginError(f"{what} is {cls!r}; expected a subclass of Section that is a @dataclass")
     if key in ("", "hydra") or key.startswith("hydra."):
-        raise PluginError(f"{what} is no name for a section: give it one of its own")
+        raise PluginError(f"{what} is no name for a section: choose another name")
     for item in dataclasses.fields(cls):
         if "doc" not in item.metadata:
             raise PluginError(f"{what}: {item.name} is no option; write {item.name}: TYPE = option(DEFAULT, DOC)")
@@ -143,7 +143,7 @@ _Given = dict[str, list[tuple[str, type[Section]]]]
 
 
 def _extend(cls: type, key: str, given: _Given, made: dict[type, type]) -> type:
-    """The class of the section `key` with what is given for it and below it, which is taken out of `given`."""
+    """The class of the section `key` with the values for it and below it, which are taken out of `given`."""
     fields, more = {item.name: item for item in dataclasses.fields(cls)}, given.pop(key, [])
     owners = dict.fromkeys(fields, "verl_mt")
     for owner, base in more:

@@ -41,7 +41,7 @@ RUN_DIR = (
 )
 """`hydra.run.dir` where nobody sets it."""
 _QUIET = ("hydra/job_logging", "hydra/hydra_logging")
-"""Groups of Hydra that would write log files and lines of their own."""
+"""Groups of Hydra that would write more log files and lines."""
 
 
 @dataclass

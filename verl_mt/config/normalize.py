@@ -58,11 +58,11 @@ class Outcome:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
-    """Keys of ours with several values (Hydra's sweeps)."""
+    """Keys of the schema with several values (Hydra's sweeps)."""
 
     @property
     def explicit(self) -> set[str]:
-        """Keys of ours that are set on purpose."""
+        """Keys of the schema that are set on purpose."""
         return {item.key for item in self.items}
 
 
@@ -105,12 +105,12 @@ def normalize_items(given: Iterable[tuple[str, Any]], where: str) -> Outcome:
 
 
 def is_key(key: str) -> bool:
-    """Whether it is a key of ours that takes a value."""
+    """Whether it is a key of the schema that takes a value."""
     return key in leaves() or open_parent(key) is not None
 
 
 def is_ours(key: str) -> bool:
-    """Whether a key means the same in no other library: it is one of ours, or a name of the user's in a mapping."""
+    """Whether a key means the same in no other library: it is a key of the schema, or a user's name in a mapping."""
     parent = open_parent(key)
     return key in leaves() or (parent is not None and parent.key not in _TRANSLATED)
 

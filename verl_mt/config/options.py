@@ -55,7 +55,7 @@ def read_kl_control(given: Mapping[str, Any]) -> KLControlOptions:
 
 @dataclass
 class RolloutCorrectionOptions(Section):
-    """The mapping with its defaults. With none of its switches given nothing is corrected; a step's metrics say how
+    """The mapping with its defaults. With none of its switches set nothing is corrected; a step's metrics say how
     far the sampler is all the same."""
 
     rollout_is: str | None = option(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))

@@ -104,7 +104,7 @@ _FOREIGN = re.compile(r"(?:^|_)(?:kwargs|config|policy_loss|tokens|keys)$", re.I
 _PUBLIC_NAME = re.compile(
     r"(?:^|_)(?:(?:uu)?id|rev(?:ision)?|commit|sha\d*|hash|digest|checksum|fingerprint)s?$", re.IGNORECASE
 )
-"""What a hash under such a name says anybody may know."""
+"""A hash under such a name is public."""
 _PUBLIC_HASH = re.compile(r"(?:[/@]|sha256:)[\da-f]{7,64}\Z")
 _ENV = re.compile(r"(?:^|_)(?:env|environ|environment|env_?vars?)$", re.IGNORECASE)
 _KNOWN_VARIABLE = re.compile(
@@ -115,7 +115,7 @@ _KNOWN_VARIABLE = re.compile(
 _PLAIN = re.compile(
     r"[\d.,:+\-]*|true|false|yes|no|on|off|none|auto|debug|info|warn|warning|error|(?:\w+:/)?[/~.][^?]*", re.IGNORECASE
 )
-"""A variable's value that anybody may read: a number, a switch, a level, a path, an address."""
+"""A variable's value that is public: a number, a switch, a level, a path, an address."""
 _NAME_OF_A_THING = re.compile(r"(?:^|_)(?:name|path|dir|file|model|backend|format)$", re.IGNORECASE)
 """There `hf_mistral7b` is somebody's word, and only what is as long as a real token is taken for one."""
 

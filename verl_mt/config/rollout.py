@@ -58,10 +58,10 @@ class MultiTurnConfig(Section):
 
     enable: bool | None = option(
         None,
-        "Several turns. null = on exactly when a tools or interaction file is given; False with one is refused.",
+        "Several turns. null = on exactly when a tools or interaction file is set; False with one is refused.",
     )
     max_assistant_turns: int | None = option(
-        None, "Assistant turns of one trajectory; null = no limit of its own.", min=1, when=_SEVERAL_TURNS
+        None, "Assistant turns of one trajectory; null = no limit on them.", min=1, when=_SEVERAL_TURNS
     )
     max_user_turns: int | None = option(
         None,
@@ -169,8 +169,8 @@ class MultiTurnConfig(Section):
             )
         if tools is not None and self.max_assistant_turns == 1:
             yield (
-                f"{key}.max_assistant_turns is 1 but tools are given ({tools}): no call could be answered; set it to 2 "
-                "or more, or to null"
+                f"{key}.max_assistant_turns is 1 but tools are configured ({tools}): no call could be answered. Set it "
+                "to 2 or more, or to null"
             )
 
 
@@ -244,7 +244,7 @@ class RolloutConfig(Section):
 
     name: str = option(
         "local",
-        "Inference engine; or the dotted path or file.py:name of one of your own (docs/your_own_engine.md).",
+        "Inference engine; or the dotted path or file.py:name of a custom one (docs/your_own_engine.md).",
         choices=ENGINES,
         plugin=True,
     )
@@ -303,7 +303,7 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = option(EnvironmentConfig, "What the conversations are played in.")
     agent_function_path: str | None = option(
         None,
-        "An agent of your own, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
+        "A custom agent, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
         "file.py:function; null = none.",
     )
     custom_generate_function_path: str | None = option(
@@ -324,8 +324,8 @@ class RolloutConfig(Section):
             yield f"{key}.stop is {self.stop}: an empty string would end every turn at once; leave it out"
         if self.max_model_len is not None and self.max_model_len <= prompt:
             yield (
-                f"{key}.max_model_len ({self.max_model_len}) leaves no room after a prompt of data.max_prompt_length "
-                f"({prompt}) tokens"
+                f"{key}.max_model_len ({self.max_model_len}) has no token left after a prompt of "
+                f"data.max_prompt_length ({prompt}) tokens"
             )
         if config.trainer.val_only:
             return

@@ -45,8 +45,8 @@ class DataConfig(Section):
     val_max_samples: int = option(-1, "Rows taken from each validation entry; -1 = all.", min=1, off=-1, when=VALIDATES)
     eager_rows: int = option(
         100_000,
-        "Up to so many rows in all training files they are loaded, rendered and checked at start; of more, rows of "
-        "Parquet and JSON Lines files when they are drawn.",
+        "At most this many rows in all training files are loaded, rendered and checked at startup. If there are more, "
+        "rows of Parquet and JSON Lines files are read when they are drawn.",
         min=0,
     )
     on_bad_row: str = option(
@@ -202,8 +202,8 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = option(
         "grpo",
-        "How rewards become advantages (docs/algorithms.md); or the dotted path or file.py:name of a function of your "
-        "own (docs/your_own_algorithm.md).",
+        "How rewards become advantages (docs/algorithms.md); or the dotted path or file.py:name of a custom "
+        "function (docs/your_own_algorithm.md).",
         plugin=True,
         choices=(
             "grpo",
@@ -326,7 +326,7 @@ class TrainerConfig(Section):
     )
     logger: list[str] = option(
         ["console"],
-        "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of one of your own; "
+        "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of a custom one; "
         "`file` is metrics.jsonl, which every run has.",
         may_change=True,
     )
@@ -349,8 +349,8 @@ class TrainerConfig(Section):
     )
     resume_mode: str = option(
         "auto",
-        "auto = resume an unfinished run; disable = start anew; resume_path = from `resume_from_path`; other_data = as "
-        "resume_path where that is given, else as auto, though there are other rows now, in the same files or others "
+        "auto = resume an unfinished run; disable = start a new run; resume_path = from `resume_from_path`; other_data "
+        "= as resume_path where that is set, else as auto, but with other rows, in the same files or others "
         "(data.train_files, val_files, train_max_samples, val_max_samples).",
         choices=("auto", "disable", "resume_path", "other_data"),
         may_change=True,
@@ -375,9 +375,9 @@ class TrainerConfig(Section):
     n_workers_per_node: int = option(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
     worker_timeout_s: float = option(
         1800.0,
-        "Longest that ranks wait for another one in an exchange; the run ends then and names the one that did not "
-        "come (at least three times rollout.engine_timeout_s, where ranks give weights to engines). A whole call to "
-        "them (an update, a checkpoint) may take ten times as long.",
+        "Longest that ranks wait for another one in an exchange. After that the run ends and names the missing rank. "
+        "At least three times rollout.engine_timeout_s where ranks publish weights to engines. A whole call to "
+        "the ranks (an update, a checkpoint) may take ten times as long.",
         min=1,
         may_change=True,
     )
@@ -415,8 +415,8 @@ class TrainerConfig(Section):
     )
     debug_mode: str = option(
         "save",
-        "What becomes of `debug_rollout_data`: save; rollout_only = saved, and nothing is trained; train_only = it is "
-        "trained on instead of sampling, without an engine; `debug_rollout_data` may be a run directory then, whose "
+        "How `debug_rollout_data` is used. save = write it. rollout_only = write it and train nothing. train_only = "
+        "train on it instead of sampling, without an engine. With train_only it may be a run directory, whose "
         "rollout rows are read.",
         choices=("save", "rollout_only", "train_only"),
     )
@@ -515,7 +515,7 @@ Section.extended_of = staticmethod(_extended_of)
 
 
 def correction_of(config: Config) -> dict[str, Any]:
-    """`algorithm.rollout_correction`; where that is empty and steps are sampled ahead, weights per token, if the loss
+    """`algorithm.rollout_correction`; where that is empty and training is asynchronous, weights per token, if the loss
     is one per token and its ratios are not to the sampler already (benchmarks/staleness.py: without any, a policy falls
     apart that learns from 8 updates before)."""
     given, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
@@ -597,7 +597,7 @@ def open_parent(key: str) -> Leaf | None:
 
 def value_of(config: Config, key: str) -> Any:
     """The value of a dotted key; of one below a mapping with options (`a.policy_loss.loss_mode`) their default where
-    it is not given."""
+    it is not set."""
     leaf = None if key in leaves() else open_parent(key)
     if leaf is None:
         return functools.reduce(getattr, key.split("."), config)

@@ -111,7 +111,7 @@ def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory
 
 
 def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> TensorDict | None:
-    """One row per record of every trainable trajectory, in the order given; the others are skipped.
+    """One row per record of every trainable trajectory, in their order; the others are skipped.
 
     Args:
         trajectories: scored; several with one id (a loop that returned its records one by one) are one

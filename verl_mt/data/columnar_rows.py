@@ -1,11 +1,11 @@
 """Rollout rows as columns: Arrow in memory, Parquet (zstd) on disk; every value is what the JSON of a row has.
 
 What a row has is said in `verl_mt.data.run_files`; this module only knows where some of it goes. Ids and numbers of a
-row have columns of their own. What a record has per token is a list of lists: `token_ids[r][t]` is token t of record r.
+row have a column each. What a record has per token is a list of lists: `token_ids[r][t]` is token t of record r.
 Everything else is JSON in `details`, or in `late_details`: a field that is added to a row is there without more.
 
 A row comes in two parts. The *sealed* part is final once a trajectory has its reward. `seal` makes it where the
-trajectory was sampled, in a process of its own if there is one, and the trainer only hands the bytes on. The *late*
+trajectory was sampled, in a separate process if there is one, and the trainer only passes the bytes on. The *late*
 part (`LATE_FIELDS` and `UPDATE_COLUMNS` of `run_files`) is added by the trainer as further columns.
 
 A row that does not fit its columns (an id that is not UTF-8, a row converted by an earlier version) is a whole in the

@@ -56,7 +56,7 @@ class ToolCall:
     id: str = ""
 
     def to_message(self) -> dict[str, Any]:
-        """The OpenAI shape, arguments as a dict (the chat room turns them into a string where a template wants it)."""
+        """The OpenAI shape, arguments as a dict (`verl_mt.chat` turns them into a string where a template wants it)."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -108,7 +108,7 @@ class _Open(BaseModel):
 
 
 class OpenAIFunctionPropertySchema(_Open):
-    """One property of a function's parameters. Every other JSON-Schema keyword is kept as given."""
+    """One property of a function's parameters. Every other JSON-Schema keyword is kept as it is."""
 
     type: str | list[str] | None = None
     description: str | None = None

@@ -53,7 +53,7 @@ class DataRow:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The same: the column `metadata`, else `extra_info`."""
     problem: str | None = None
-    """Why there is no prompt: what was read is no row. `data.on_bad_row` says what becomes of it."""
+    """Why there is no prompt: what was read is no row. `data.on_bad_row` decides how to go on."""
 
     @property
     def place(self) -> str:

@@ -13,7 +13,7 @@ _PIECE_BYTES = 2**20
 
 
 class HashingFile:
-    """A binary file that is hashed by what is written, on its way: nothing is read again.
+    """A binary file that is hashed while it is written: nothing is read again.
 
     Args:
         file: open for writing, at its beginning. Large pieces are hashed in a second thread while this one writes.
@@ -23,7 +23,7 @@ class HashingFile:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0
         self._thread: ThreadPoolExecutor | None = None
         self.error: OSError | None = None
-        """What the disk refused: torch raises an error of its own for it, which does not say so."""
+        """What the disk refused: torch raises another error for it, which does not say so."""
 
     def write(self, data: Any) -> int:
         """Runs in the caller's thread. Waits for the hash of a large piece, in a second thread."""

@@ -143,7 +143,7 @@ class PromptLog:
         self._append({"event": "finished", "number": known.number, **found})
 
     def ended(self, step: int, left_out: Mapping[str, str | None]) -> None:
-        """A step is over: what became of its prompts.
+        """A step is over: record the outcome of its prompts.
 
         Args:
             step: its number.

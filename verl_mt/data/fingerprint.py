@@ -32,7 +32,7 @@ from verl_mt.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 _MAX_BLOCKS = 4096
-"""Of up to so many rows the first that differs is named; of more, the block that it is in."""
+"""Up to this many rows, the first that differs is named. Of more rows, its block is named."""
 _BLOCK_DIGITS = 16
 _CACHED_FROM_BYTES = 2**20
 """Rows of a smaller file are hashed in less time than a person notices."""

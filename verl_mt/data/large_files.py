@@ -42,7 +42,7 @@ from verl_mt.errors import DataError
 log = logging.getLogger(__name__)
 
 SAMPLE_ROWS = 16
-"""Of a file that is not loaded, so many are looked at before the first step."""
+"""Rows of a file that is not loaded that are checked before the first step."""
 _SAMPLE_OF_NAMES = 1000
 """The same, for columns that are to be renamed: a row of JSON Lines need not have them all."""
 _LARGE_GROUP = 20_000
@@ -60,7 +60,7 @@ class RawRows(Protocol):
 
     num_rows: int
     look_ahead: int
-    """So many rows should be asked for at once, if they are known that early; 0 = it makes no difference."""
+    """Rows that should be asked for at once, if they are known that early; 0 = it makes no difference."""
     end_bytes: int
     """At the end of the file, which describe all the rest."""
 
@@ -72,7 +72,7 @@ class RawRows(Protocol):
 
 
 class LargeRows(Sequence[DataRow]):
-    """The rows of one file. Each access reads anew, and makes a new object."""
+    """The rows of one file. Each access reads the file again, and makes a new object."""
 
     def __init__(self, entry: Entry, reading: Reading, raw: RawRows):
         self.file = entry.path
@@ -100,7 +100,7 @@ class LargeRows(Sequence[DataRow]):
 
     @property
     def look_ahead(self) -> int:
-        """So many rows should be taken at once, if they are known that early."""
+        """Rows that should be taken at once, if the number is known that early."""
         return self._raw.look_ahead
 
     def take(self, indices: Sequence[int]) -> list[DataRow]:

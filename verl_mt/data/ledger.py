@@ -73,7 +73,7 @@ class TrajectoryRecord:
     tools: list[dict[str, Any]] | None = None
     """The schemas that its prompt showed, where a later record shows others; None = the trajectory's `tools`."""
     media: list[MediaInput] = field(default_factory=list)
-    """Images and videos among its tokens, in order: exactly what the engine was given and the trainer is."""
+    """Images and videos among its tokens, in order: exactly the inputs of the engine and of the trainer."""
 
     @property
     def num_prompt_tokens(self) -> int:

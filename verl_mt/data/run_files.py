@@ -136,7 +136,7 @@ def update_columns(
     old_log_probs: Sequence[float] | None = None,
     clipped: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """What the update adds to the row of a record of so many tokens; lists, or arrays of numpy.
+    """What the update adds to the row of a record of `num_tokens` tokens; lists, or arrays of numpy.
 
     Raises:
         ValueError: a column of another length.
@@ -184,7 +184,7 @@ def row_to_trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def disk_refused(path: str | Path, error: OSError) -> str:
-    """Why something could not be written, how much room is left there, and what to do."""
+    """Why something could not be written, how much space is left there, and what to do."""
     place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -192,8 +192,8 @@ def disk_refused(path: str | Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return f"cannot write {path}: a directory is there. Move it away and give the same command again"
     return (
-        f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); make room, or choose another "
-        "folder. The same command then goes on from what is complete"
+        f"cannot write {path}: {error.strerror or error} ({free} bytes free on its disk); free disk space, or choose "
+        "another folder. The same command then goes on from what is complete"
     )
 
 

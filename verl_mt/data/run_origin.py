@@ -1,6 +1,6 @@
 """Whether a run directory is this user's own: commands that read one run the code that its `config.yaml` names.
 
-Run directories are shared, so a `config.yaml` can come from anybody. A run signs its own (`.origin`, HMAC-SHA256) with
+Run directories are shared, so a `config.yaml` can come from any user. A run signs its own (`.origin`, HMAC-SHA256) with
 a random key of the user, `$XDG_STATE_HOME/verl_mt/key` (default: `~/.local/state/verl_mt/key`). Without that signature
 the command needs `--trust`.
 """

@@ -44,7 +44,7 @@ class SamplerOptions(Protocol):
 
 
 class RowSampler(abc.ABC):
-    """Draws training rows. A curriculum of your own subclasses this and is named by `data.sampler`.
+    """Draws training rows. A custom curriculum subclasses this. Name it in `data.sampler`.
 
     It is made with `cls(sources, seed=..., shuffle=..., **data.sampler_kwargs)`.
     """
@@ -63,8 +63,8 @@ class RowSampler(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Plain data from which a new sampler goes on behind the row that was drawn last. Rows whose prompts are in
-        flight then are not its concern: the checkpoint holds them."""
+        """Plain data from which a new sampler goes on behind the row that was drawn last. Rows of in-flight prompts
+        are not its concern: the checkpoint holds them."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -338,13 +338,13 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
         cls = load_object(options.sampler, what="data.sampler", registry=samplers)
         if options.mixing == "weights":
             raise DataError(
-                f"data.mixing=weights is given beside data.sampler={options.sampler}, which decides the order alone: "
-                "leave one of them out"
+                f"data.mixing=weights has no effect beside data.sampler={options.sampler}, which decides the order "
+                "alone: remove one of them"
             )
         if weighted and not getattr(cls, "uses_weights", False):
             raise DataError(
-                f"data.train_files gives weights ({', '.join(weighted)}), which data.sampler={options.sampler} would "
-                "ignore: leave the weights out, or say uses_weights = True in a sampler that reads them"
+                f"data.train_files has weights ({', '.join(weighted)}), which data.sampler={options.sampler} would "
+                "ignore: remove the weights, or set uses_weights = True in a sampler that reads them"
             )
         try:
             sampler = cls(sources, seed=seed, shuffle=options.shuffle, **options.sampler_kwargs)
@@ -359,8 +359,8 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
         return WeightedSampler(sources, seed=seed, shuffle=options.shuffle)
     if weighted:
         raise DataError(
-            f"data.train_files gives weights ({', '.join(weighted)}), which data.mixing={options.mixing} would ignore: "
-            "set data.mixing=weights, or leave the weights out"
+            f"data.train_files has weights ({', '.join(weighted)}), which data.mixing={options.mixing} would ignore: "
+            "set data.mixing=weights, or remove the weights"
         )
     return ShuffledSampler(sources, seed=seed, shuffle=options.shuffle)
 

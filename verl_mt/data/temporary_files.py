@@ -1,7 +1,7 @@
 """Names of files and folders that are not complete yet: `.NAME.RANDOM.tmp`, beside the place that they are moved to.
 
 A killed process leaves some. A run removes those in its directory when it starts (`sweep`), an export those beside its
-folder (`sweep_beside`). Checkpoints have names of their own (`trainer/checkpoint.py`), because a reader counts an old
+folder (`sweep_beside`). Checkpoints have other names (`trainer/checkpoint.py`), because a reader counts an old
 one until the new one is in place.
 """
 

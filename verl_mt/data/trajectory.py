@@ -141,7 +141,7 @@ class Trajectory:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Assistant turn -> the part of `reward` that it earned itself; empty where `reward` belongs to the whole."""
     trained_version: int | None = None
-    """Of the weights that were updated with it: a token is older than they by what its own version is less. None where
+    """Of the weights that were updated with it: a token is older by the difference of the versions. None where
     none were."""
     greedy_reward: float | None = None
     """Reward of the greedy answer to the same prompt, where one was sampled; NaN if that one failed."""

@@ -1,4 +1,4 @@
-"""What user code hands over, checked where it comes in.
+"""Values of user code, checked where they come in.
 
 Each function returns the value in its plain form (lists and numbers of numpy and torch become Python's), or raises a
 `WrongValue` whose text names the field, what was expected and what was got. The caller adds whose code it was, and
@@ -115,7 +115,7 @@ def numbers_of(value: Any, what: str) -> list[float]:
 
 
 def log_probs_of(value: Any, what: str, num_ids: int, num_trained: int) -> list[float] | None:
-    """Numbers, one per id or one per id in the loss, also as one list per turn; None where none are given."""
+    """Numbers, one per id or one per id in the loss, also as one list per turn; None where there are none."""
     if value is None:
         return None
     parts = list(value) if is_nested(value) else [value]

@@ -25,7 +25,7 @@ _COUNTED = (
 _OF_THE_REWARD = ("mean", "std", "max", "min", "without_format")
 """Names under `reward/` that a reward function's own keys must not take."""
 _MAX_CACHE_TURNS = 8
-"""Turns whose prefix cache has a number of its own."""
+"""Turns whose prefix cache has a separate number."""
 
 
 def rollout_metrics(

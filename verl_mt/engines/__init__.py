@@ -46,8 +46,8 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
             )
         if config.actor.param_offload and trainer.placement == "inline":
             raise ConfigError(
-                f"actor_rollout_ref.actor.param_offload=True takes the weights away during rollouts, and {_KEY}={name} "
-                "samples with the actor's own: leave it out, or use an engine of its own (sglang)"
+                f"actor_rollout_ref.actor.param_offload=True offloads the weights during rollouts, and {_KEY}={name} "
+                "samples with the actor's weights: remove it, or use a separate engine (sglang)"
             )
         if trainer.placement == "ray" and trainer.steps_ahead:
             raise ConfigError(
@@ -144,9 +144,9 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
         return
     why, instead = "", _INSTEAD
     if can.frees_memory:
-        why = ": it gives its memory to training meanwhile"
+        why = ": it frees its memory for training meanwhile"
         instead = (
-            "give it devices of its own (actor_rollout_ref.rollout.nnodes or servers), or leave it its memory "
+            "use separate devices (actor_rollout_ref.rollout.nnodes or servers), or keep the engine's memory "
             "(rollout.free_cache_engine=False)"
         )
     raise ConfigError(

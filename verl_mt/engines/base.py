@@ -31,7 +31,7 @@ class Capabilities:
     deterministic: bool
     """The same requests give the same bits, whatever the timing."""
     returns_token_ids: bool = True
-    """False: it yields text only, and the chat room's delta method finds the ids."""
+    """False: it yields text only, and the delta method of `verl_mt.chat` finds the ids."""
     media: frozenset[str] = frozenset()
     """What it takes beside ids: `images`, `videos`."""
     lock_step: bool = False
@@ -67,7 +67,7 @@ class TensorBuckets:
 
 
 class EngineHost(abc.ABC):
-    """A place for an engine's process: beside ranks of the worker group, on their machine, or on devices of its own.
+    """A place for an engine's process: beside ranks of the worker group, on their machine, or on other devices.
 
     What is made there is an object whose coroutines are called from here: its class must import on both sides, its
     arguments and results are pickled.
@@ -94,7 +94,7 @@ class EngineHost(abc.ABC):
 
     @abc.abstractmethod
     async def call(self, method: str, *args: Any) -> Any:
-        """What the object's coroutine returns, or raises where that is an error of ours.
+        """What the object's coroutine returns. An error of verl_mt that it raises is raised here.
 
         Raises:
             EngineGoneError: there is no object any more, because its process or machine went away.
@@ -272,7 +272,7 @@ def check_request(
     if not size:
         raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
     if size >= max_model_len:
-        raise EngineError(f"{name}: {size} input tokens leave no room within max_model_len={max_model_len}")
+        raise EngineError(f"{name}: {size} input tokens leave none to sample within max_model_len={max_model_len}")
     if min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
         raise EngineError(f"{name}: input_ids are not all within the vocabulary of {vocab_size}")
     if not all(stops):
@@ -398,8 +398,8 @@ class InferenceEngine(abc.ABC):
         """
 
     async def hold_updates(self) -> None:  # noqa: B027 - most engines read weights in `apply` alone
-        """The policy is about to change: from when this returns until the next `apply` nothing reads what the last one
-        was given."""
+        """The policy is about to change: from when this returns until the next `apply` nothing reads the last
+        update."""
 
     async def expect(self, update: WeightUpdate) -> None:  # noqa: B027
         """`apply(update)` comes as soon as the turns that run are over: what waits for weights may have these now."""

@@ -135,7 +135,7 @@ class LockStepEngine(_Around):
 
 class WholeTurnsEngine(_Around):
     """New weights wait for the turns that are being sampled, and turns that are asked for meanwhile for the weights
-    (`rollout.on_update=finish_turn`): each turn is by one version. The longest turn holds the update up."""
+    (`rollout.on_update=finish_turn`): each turn is by one version. The longest turn delays the update."""
 
     def __init__(self, engine: InferenceEngine):
         super().__init__(engine)

@@ -65,8 +65,8 @@ class ScriptedEngine(InferenceEngine):
     @classmethod
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         raise ConfigError(
-            "actor_rollout_ref.rollout.name=scripted replays turns that are given in Python, and a configuration has "
-            "none: pass engine=ScriptedEngine(turns) (verl_mt.engines.scripted) to build_trainer, or name another one"
+            "actor_rollout_ref.rollout.name=scripted replays turns from Python, and a configuration has none: pass "
+            "engine=ScriptedEngine(turns) (verl_mt.engines.scripted) to build_trainer, or name another engine"
         )
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of given tokens: the trainer's forward pass.
+"""Log-probs and entropies of known tokens: the trainer's forward pass.
 
 Convention (engines and trainer): position t holds log p(token t | tokens < t) = log_softmax(logits_{t-1} / T)[token t]
 over the full vocabulary, in float32; T = 0 counts as 1. Shape suffixes: `B` rows, `T` tokens, `N` wanted tokens,

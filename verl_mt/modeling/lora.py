@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685): W x + alpha / rank * B A x, W frozen.
 
-The layers are peft's, put into the model in place: it stays of its own class, and its parameters get the names
+The layers are peft's, put into the model in place: its class stays the same, and its parameters get the names
 `....q_proj.base_layer.weight`, `....q_proj.lora_A.default.weight` [rank, in], `....q_proj.lora_B.default.weight`
 [out, rank]. B starts as 0, so that the policy starts as the base model, to the bit.
 
@@ -37,7 +37,7 @@ _VISION = {
 }  # fmt: skip
 """What transformers' models call their vision towers and the projectors behind them."""
 _NAME = "default"
-"""peft's name of an adapter that has none of its own."""
+"""peft's name of an adapter without a name."""
 _PARTS = re.compile(r"\.(base_layer|lora_A\.default|lora_B\.default)(?=\.)")
 
 

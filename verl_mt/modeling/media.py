@@ -1,4 +1,4 @@
-"""What a vision-language model's forward pass is given beside ids: the very tensors that the sampler saw."""
+"""Inputs of a vision-language model's forward pass beside ids: the very tensors that the sampler saw."""
 
 from __future__ import annotations
 

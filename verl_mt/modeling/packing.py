@@ -41,7 +41,7 @@ NAME, FLASH_NAME = "verl_mt_packed", "verl_mt_packed_flash"
 TWINS = {"sdpa": NAME, "flash_attention_2": FLASH_NAME}
 """transformers' name of an attention -> that of its twin for packed rows."""
 MIN_SHARED = 16
-"""A segment of its own must save that many tokens: attention over two segments costs more than over one."""
+"""A separate segment must save that many tokens: attention over two segments costs more than over one."""
 _MAX_MASK = 2**24
 """Elements of a group's mask."""
 _ALONE = 512

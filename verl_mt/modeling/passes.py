@@ -91,7 +91,7 @@ def forbid_whole_rows(model: Any) -> None:
     if passes_of(model).sequence is not None:
         raise ConfigError(
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size spreads packed rows of text, and these cannot be "
-            f"packed ({type(model).__name__}: images, padding on the left, or a head of its own); set it to 1"
+            f"packed ({type(model).__name__}: images, padding on the left, or a custom head). Set it to 1"
         )
 
 

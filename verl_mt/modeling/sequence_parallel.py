@@ -4,7 +4,7 @@ Each of S ranks holds T / S consecutive tokens of a sequence of T and all that a
 look at each other, in attention, the ranks exchange: from all heads of some tokens to all tokens of some heads, and
 back (`to_heads`, `to_tokens`). Attention itself is what it is on one rank, over fewer heads.
 
-Heads that do not divide are dealt out unevenly: of 14 heads four ranks get 4, 4, 3 and 3. So nothing else (a ring) is
+Heads that do not divide are dealt out unevenly: of 14 heads four ranks get 4, 4, 3 and 3. So no other scheme is
 needed for them; a rank with fewer waits for the others. A rank gets the key and value heads that its own heads read.
 
 Losses want log-probs of whole rows. So each rank scores the tokens that it has, and all of them get all scores

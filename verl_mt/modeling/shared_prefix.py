@@ -29,7 +29,7 @@ from verl_mt.modeling import packing
 _log = logging.getLogger(__name__)
 
 _MIN_SHARED = 16
-"""Shorter prefixes are not worth a forward pass of their own."""
+"""Shorter prefixes are not worth a separate forward pass."""
 _MAX_MASK = 2**25
 """Elements of the dense attention mask; beyond that a causal kernel without mask is the better deal."""
 
@@ -94,7 +94,7 @@ def plan_prefixes(ids_BT: Tensor, wanted_BT: Tensor) -> PrefixPlan | None:
 
 
 def run_with_prefixes(base: Any, ids_BT: Tensor, plan: PrefixPlan, row_N: Tensor, position_N: Tensor) -> Tensor:
-    """Hidden states [N, H] at the given rows and positions; each position is its row's own work."""
+    """Hidden states [N, H] at these rows and positions; each position is its row's own work."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=base.config)
@@ -162,7 +162,7 @@ def _mask(start_B: Tensor, cached: int, width: int, dtype: torch.dtype) -> Tenso
 
 
 def _select(cache: Any, rows: Tensor) -> Any:
-    """A cache whose row i is the given one's row rows[i], with gradients; the given one stays as it is."""
+    """A cache whose row i is row rows[i] of `cache`, with gradients; `cache` stays as it is."""
     # The next pass appends to its cache by making new tensors, never in place: shallow copies may share what they hold,
     # and the given cache serves every piece of rows.
     selected = copy.copy(cache)

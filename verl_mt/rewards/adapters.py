@@ -154,7 +154,7 @@ class FunctionReward(Reward):
         )
 
     async def score(self, items: Sequence[RewardInput]) -> list[Scores | RewardFailure]:
-        """Every item in a call of its own, some at once."""
+        """Every item in a separate call, some at once."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
         async def one(item: RewardInput) -> Scores | RewardFailure:
@@ -195,7 +195,7 @@ def verify_in_threads() -> None:
 
 
 def _signals_in_main_thread(with_signals: Callable[..., Any]) -> Callable[..., Any]:
-    """Only the main thread may use signals: elsewhere the function runs without a deadline of its own."""
+    """Only the main thread may use signals: elsewhere the function runs without this deadline."""
 
     def timeout(timeout_seconds: int | None = 10) -> Callable[..., Any]:
         is_main = threading.current_thread() is threading.main_thread()

@@ -231,7 +231,7 @@ class DataSourceReward(Reward):
     def _unknown(self, data_source: str) -> str:
         return (
             f"no scorer for data_source {data_source!r}{suggest(data_source, self.scorers)}. "
-            f"Known: {listing(self.scorers)}. To score rows of your own, name your function: reward.path=my_reward.py"
+            f"Known: {listing(self.scorers)}. To score your rows, name your function: reward.path=my_reward.py"
         )
 
 

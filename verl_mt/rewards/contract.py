@@ -59,7 +59,7 @@ class RewardInput:
     trajectory: Trajectory | None = None
     """What is scored; None = it is not known here."""
     source: Any = None
-    """An object that the rollout driver filled for rewards of its own library; None = there is none."""
+    """An object that the rollout driver filled for rewards of the same library; None = there is none."""
     data_row: DataRow | None = None
     """The row with its label and metadata."""
     decode: Callable[[Sequence[int]], str] = str

@@ -83,7 +83,7 @@ def compute_scores(
     final_format_score: float = 0.0,
     retrieval_score: float = 0.0,
 ) -> dict[str, float]:
-    """`compute_score`, with what of it was paid (or taken) for form and search as `format`, where that is paid for."""
+    """`compute_score`, with the part of the score for form and search as `format`, where these are paid for."""
     paid = {
         "format_score": format_score,
         "structure_format_score": structure_format_score,

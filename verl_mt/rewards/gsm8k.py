@@ -58,7 +58,7 @@ def compute_scores(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, float]:
-    """`compute_score`, with what of it was paid for the form alone as `format`, where that is paid for."""
+    """`compute_score`, with the part of the score for the form alone as `format`, where that is paid for."""
     total = compute_score(solution_str, ground_truth, method, format_score, score)
     if not format_score:
         return {"score": total}

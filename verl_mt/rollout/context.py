@@ -19,7 +19,7 @@ from verl_mt.tools.results import Keep
 
 _log = logging.getLogger(__name__)
 _TURNS_OF_TIME = 10
-"""Without `rollout.max_seconds`, user code that drives a conversation may take as long as so many requests may."""
+"""Without `rollout.max_seconds`, user code that drives a conversation may take as long as this many requests."""
 
 
 @dataclass(frozen=True)

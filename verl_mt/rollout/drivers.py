@@ -111,7 +111,7 @@ class DriverParts:
     tool_schemas: Sequence[dict[str, Any]] = ()
     """Of the tools that the configuration names."""
     shared: dict[str, Any] = field(default_factory=dict)
-    """Objects that a driver and a reward of one library share, under names of their own."""
+    """Objects that a driver and a reward of one library share, under their names."""
 
 
 def has_own_loop(rollout: RolloutConfig) -> bool:

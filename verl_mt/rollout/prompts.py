@@ -22,7 +22,7 @@ from verl_mt.tools.registry import ToolSet
 log = logging.getLogger(__name__)
 
 _MAX_DRAWS = 20
-"""Rows drawn for each prompt of a step before an order whose rows have no prompts is given up."""
+"""Rows drawn for each prompt of a step before an order whose rows have no prompts is an error."""
 _BAD_ROWS_SAID = 20
 _LONG_CHARS = 200_000
 """Shorter prompts are tokenized in less than a second."""
@@ -196,7 +196,7 @@ class PromptBuilder:
             log.warning("left out (data.on_bad_row=skip): %s%s", error, last)
 
     def knows(self, row: DataRow) -> bool:
-        """Whether `keep` took the row; a sampler of one's own may make others."""
+        """Whether `keep` took the row; a custom sampler may make others."""
         return id(row) in self._cache
 
     def rows(self) -> list[DataRow]:
@@ -218,8 +218,8 @@ class PromptBuilder:
             return name == _ONE_TURN, None
         return False, (
             f"{row.place}: column agent_name is {value_text(name, 80)}, but the loops that a row can "
-            f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a loop of your own leave "
-            "the column out, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
+            f"name are {listing(_LOOPS)}{suggest(str(name), _LOOPS).removesuffix('?')}. For a custom loop leave "
+            "out the column, and set actor_rollout_ref.rollout.custom_generate_function_path or .multi_turn.scheduler"
         )
 
     def _tools_of(self, row: DataRow) -> tuple[ToolSet | None, str | None]:
@@ -306,7 +306,7 @@ class PromptDraws:
     """Raises a VerlMTError for a row that was not looked at before the first step, and cannot be rolled out."""
 
     def draw(self, wanted: int) -> Drawn:
-        """So many prompts.
+        """The next `wanted` prompts.
 
         Raises:
             DataError: a row is bad, and bad rows are not left out; or too few of many rows have a prompt.

@@ -56,7 +56,7 @@ class RolloutProgress:
     started_s: float = 0.0
 
     def begin(self, num_trajectories: int) -> None:
-        """A plan of so many begins; where it is the only one, the counts begin with it."""
+        """A plan of `num_trajectories` begins; where it is the only one, the counts begin with it."""
         if not self.num_plans:
             self.num_trajectories = self.num_finished = self.num_sampled_tokens = self.num_tool_calls = 0
             self.started_s = time.monotonic()
@@ -128,7 +128,7 @@ class RolloutRunner:
     interaction_timeout_s: float = 60.0
     max_concurrent: int | None = None
     seats: int | None = None
-    """Of a plan without that limit no more live at once, where more than the engine has room for would only wait in it:
+    """Of a plan without that limit no more live at once, where more than the engine holds would only wait in it:
     for their requests' deadlines, with their keys and values lost to others."""
     max_retries: int = 2
     tool_reward_weight: float = 0.0
@@ -165,7 +165,7 @@ class RolloutRunner:
             self.progress.end()
 
     def _gate_for(self, expected: int) -> Gate:
-        """Of a plan of so many conversations that begins: that of the plans beside it, or a new one."""
+        """The gate of a plan of `expected` conversations that begins: the other plans' gate, or a new one."""
         if self.max_concurrent is None:
             return Gate(max(1, min(expected, self.seats or expected)), expected)
         if self._shared is None or not self.progress.num_plans:
@@ -421,7 +421,7 @@ class Gate:
         self._waiting: list[tuple[tuple[int, int], Callable[[], None], asyncio.Future[None]]] = []
 
     def expect(self, number: int) -> None:
-        """So many more will arrive."""
+        """`number` more will arrive."""
         self._missing = max(0, self._missing) + number
 
     async def enter(

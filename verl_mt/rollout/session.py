@@ -32,7 +32,7 @@ from verl_mt.rollout.turn_log import log_turn
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
 _CLOCK_SLACK_S = 0.05
-"""An engine's clock may be a little ahead of ours."""
+"""An engine's clock may be a little ahead of this process's."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class RolloutSession:
         *,
         num_trusted: int | None = None,
     ) -> None:
-        """Begin with a first prompt, its generation prompt included; a driver may begin again with one of its own.
+        """Begin with a first prompt, its generation prompt included; a driver may begin again with another one.
 
         Args:
             num_trusted: this many of the messages, the first ones, are the data set's; None = all.
@@ -253,7 +253,7 @@ class RolloutSession:
         return True
 
     def _fits(self, num_tokens: int, num_new: int) -> bool:
-        """Whether a record of so many tokens, so many of them new in the response, has room for one more."""
+        """Whether one more token fits a record of `num_tokens` tokens, `num_new` of them new in the response."""
         return self.context.limits.room(num_tokens, self.ledger.num_response_tokens + num_new)[0] >= 1
 
     def _add_media(self, messages: Sequence[Message], ids: Sequence[int], start: int) -> None:

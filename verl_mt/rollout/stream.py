@@ -1,4 +1,4 @@
-"""Plans that run beside the trainer: `RolloutStream` starts them in a thread of its own and hands over their groups."""
+"""Plans that run beside the trainer: `RolloutStream` starts them in another thread and collects their groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pool(RollsOut, Protocol):
 
 
 Choice = Callable[[Sequence[TrajectoryGroup]], list[TrajectoryGroup] | None]
-"""Of the groups that are finished and were not handed over, in the order in which they finished: those that are wanted
+"""Of the groups that are finished and were not collected, in the order in which they finished: those that are wanted
 now, or None as long as they are not there."""
 
 
@@ -48,14 +48,14 @@ class _Running:
 
     plan: RolloutPlan
     open: set[str]
-    """Ids of the prompts whose groups were not handed over."""
+    """Ids of the prompts whose groups were not collected."""
     task: asyncio.Task[Any] | None = None
     """Of the rollout's loop, as soon as it has begun."""
     future: Future[None] = field(default_factory=Future)
 
 
 class RolloutStream:
-    """Starts plans and hands over their groups.
+    """Starts plans and collects their groups.
 
     Methods run in the trainer's main thread. Coroutines run on the event loop of the thread `rollout`.
 
@@ -117,8 +117,8 @@ class RolloutStream:
         return name in self._running
 
     def stop(self) -> None:
-        """What was started and not handed over is given up; returns when it has ended. Runs in the trainer's main
-        thread. Waits until the plans' tasks have ended."""
+        """Stop all plans whose groups were not collected. Runs in the trainer's main thread. Waits until the plans'
+        tasks have ended."""
         given_up = list(self._running.values())
         for running in given_up:
             self._forget(running)

@@ -1,4 +1,4 @@
-"""Which token ids spell a given beginning of their text.
+"""Which token ids spell a known beginning of their text.
 
 A character may be spread over several tokens. Decoded up to its middle, it shows as stand-ins (U+FFFD) that the whole
 text does not have, and some tokenizers (byte fallback) then show the finished characters before it as stand-ins too.

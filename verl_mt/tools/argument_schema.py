@@ -118,7 +118,7 @@ def _counted(keyword: Keyword) -> Keyword:
 
 @lru_cache
 def _bounded(kind: type[Validator]) -> type[Validator]:
-    """The validator of the same draft with a budget, and with keywords of our own where its own are not linear."""
+    """The validator of the same draft with a budget, and with replaced keywords where the draft's are not linear."""
     own: dict[str, Keyword] = {
         "uniqueItems": _unique_items,
         "pattern": _pattern,

@@ -49,7 +49,7 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema that chat templates show to the model. Override it to give the tool a schema of its own; a dict
+        """The schema that chat templates show to the model. Override it for a custom schema; a dict
         will do.
 
         Raises:

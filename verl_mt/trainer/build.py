@@ -388,7 +388,7 @@ def place_engine(
     config: Config, workers: WorkerGroup, engine: InferenceEngine | None = None, steps_ahead: int = 0
 ) -> tuple[Any, InferenceEngine | None, tuple[EngineHost, ...], bool]:
     """Where what samples this policy lives, for `build_runner`: (the module that it samples from, a copy of the
-    policy's where it does so during training; an engine that was given; places for its replicas beside the ranks;
+    policy's where it does so during training; the caller's engine; places for its replicas beside the ranks;
     whether it samples during training)."""
     rollout = config.actor_rollout_ref.rollout
     module = workers.policy_module if engines.samples_from_policy(rollout.name) else None
@@ -450,7 +450,7 @@ def _load_checkpoint(config: Config, folder: Path, model: dict[str, str], data: 
 
 
 def tokenizer_as_trained(chat: ChatTemplate) -> Any:
-    """With the template that was trained with: whoever serves the export must render the same. Of a model that sees,
+    """With the template that was trained with: whoever serves the export must render the same. Of a multimodal model,
     its image processor goes with it."""
     tokenizer = chat.tokenizer
     if chat.custom_template is not None:

@@ -250,7 +250,7 @@ def begin_workers(config: Config, stream: RolloutStream) -> None:
 
 
 def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -> None:
-    """Refuse a row with images or videos that the engine would not be given.
+    """Refuse a row with images or videos that the engine would not get.
 
     Raises:
         ConfigError: names the row and the engine.

@@ -7,8 +7,8 @@ leaves either the old set of checkpoints or the new one. A step that is saved ag
 aside (`.old-step_000012`), which counts as long as nothing has its place; one that is to go loses its name first
 (`.gone-step_000012`). What a killed process left under such names goes when the next one starts.
 
-`meta.json` has the SHA-256 of every file of the checkpoint, made while it was written (by each rank of its own), and of
-itself. A checkpoint that is loaded is compared with them.
+`meta.json` has the SHA-256 of every file of the checkpoint, made while it was written (each rank hashes its files), and
+of itself. A checkpoint that is loaded is compared with them.
 
 The best one is the best of those that were validated: only a step at which both `trainer.test_freq` and
 `trainer.save_freq` are due can be it.
@@ -227,7 +227,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def load(path: Path, *, way_out: str = GO_ON) -> dict[str, Any]:
-    """The state that `save` was given, after all files of the checkpoint were found to be as they were written.
+    """The state that `save` wrote, after all files of the checkpoint were found to be as they were written.
 
     Args:
         path: the checkpoint.

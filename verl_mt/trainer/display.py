@@ -28,7 +28,7 @@ from verl_mt.rollout.runner import RolloutProgress
 _NARROWEST, _WIDEST = 80, 120
 """Columns of output that goes into a file or a pipe."""
 _WIDE = 100
-"""Columns from which there is room for a longer bar."""
+"""Columns from which a longer bar fits."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ _VALIDATION = (
 
 def terminal(*, stderr: bool = False) -> Console:
     """A console that is as wide as the terminal. What goes into a file or a pipe is as wide as the terminal that the
-    command was given in, from 80 to 120 columns; without one, 120. COLUMNS in the environment decides before all."""
+    command runs in, from 80 to 120 columns; without one, 120. COLUMNS in the environment decides before all."""
     made = Console(stderr=stderr)
     if made.is_terminal or made.is_jupyter or os.environ.get("COLUMNS"):
         return made
@@ -182,7 +182,7 @@ class Display(AbstractContextManager["Display"]):
             self._progress.stop()
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line."""
         if self._enabled:
             self.console.print(text, highlight=False)
 

@@ -416,7 +416,7 @@ def _lift_limits(config: Config) -> None:
 
 
 def _opening(policy: Inference, system: str | None) -> list[Message]:
-    """The system message: as given, else that of the data, which the model was trained with."""
+    """The system message: the caller's, else that of the data, which the model was trained with."""
     if system is not None:
         return [{"role": "system", "content": system}] if system else []
     if policy.config.data.val_files is None:

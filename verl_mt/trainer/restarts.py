@@ -1,4 +1,4 @@
-"""Runs that begin again by themselves when a process of theirs is lost: `trainer.max_restarts`."""
+"""Runs that begin again by themselves when a process is lost: `trainer.max_restarts`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 10.0
 def run_to_the_end(config: Config) -> PPOTrainer:
     """Build a trainer and let it train; after a loss build another one, which goes on from the last checkpoint, as the
     same command would. Nothing of the lost one is kept but its directory: ranks, engines and rollout workers are ended
-    and made anew, so that a deterministic run has the same bits as one without the loss.
+    and started again, so that a deterministic run has the same bits as one without the loss.
 
     Returns:
         The trainer that came to the end, or was interrupted.
@@ -52,7 +52,7 @@ def run_to_the_end(config: Config) -> PPOTrainer:
 
 def _built(config: Config, folder: Path | None, *, again: bool) -> PPOTrainer:
     """A trainer; in `folder`, where a run was lost that had one. A machine that is gone may come back, or another one
-    in its place: room for the workers is waited for as long as ranks would wait for each other.
+    in its place: this waits for a place for the workers as long as ranks would wait for each other.
 
     Raises:
         VerlMTError: see `build_trainer`; of `NoRoomError` after that time.

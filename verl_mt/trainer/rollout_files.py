@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _COMPUTED = (ADVANTAGES, OLD_LOG_PROBS, CLIPPED)
 _MAX_WAITING = 2
-"""Files that may wait to be written: the next one waits until there is room, so that memory has an end."""
+"""Files that may wait to be written: the next one waits for one of them, which bounds memory."""
 
 
 class RolloutFiles:

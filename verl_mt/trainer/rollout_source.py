@@ -1,8 +1,9 @@
-"""Where the groups of a step come from. `RolloutSource` draws prompts, starts their rollouts, hands over the groups and
+"""Where the groups of a step come from. `RolloutSource` draws prompts, starts their rollouts, collects the groups and
 accounts for every prompt.
 
 This one is synchronous: a step's rollout begins with the step, by the newest weights, and nothing else runs. Subclasses
-keep finished groups (`spool`), sample ahead (`in_flight`) or read saved rollouts (`debug_data`). `build` chooses one.
+keep finished groups (`spool`), train asynchronously (`in_flight`) or read saved rollouts (`debug_data`). `build`
+chooses one.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class RolloutSource:
             self._draw(plan_name(step), self.plan.num_prompts, step)
 
     def begin_ahead(self, step: int) -> None:
-        """So many steps are finished, and validation or a checkpoint may come before the next. A synchronous source
+        """`step` steps are finished, and validation or a checkpoint may come before the next. A synchronous source
         starts nothing meanwhile."""
 
     def collect(self, step: int) -> list[TrajectoryGroup]:
@@ -202,7 +203,7 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, other_rows: bool) -> None:
-        """Go on; the log of prompts has begun from `state["prompts"]` already.
+        """Go on; the prompt log has begun from `state["prompts"]` already.
 
         Args:
             state: of a checkpoint, whatever source it is of.

@@ -34,7 +34,7 @@ _PLACEMENT = ("placement", "nnodes", "n_workers_per_node")
 """Of `trainer`: change rounding only, so a run goes on with more ranks, or fewer. Not so in a deterministic run."""
 _LAYOUT = ("fsdp_size", "ulysses_sequence_parallel_size", "param_offload", "optimizer_offload")
 """The same of `actor_rollout_ref.actor`: how the ranks hold the policy and share rows."""
-_WAY_OUT = "start anew with trainer.experiment_name=<another name> or trainer.resume_mode=disable"
+_WAY_OUT = "start a new run with trainer.experiment_name=<another name> or trainer.resume_mode=disable"
 _UNFOLDED = 10**6
 """Columns of a difference that is shown: in the second line of a folded value nobody would see whose it is."""
 _LOCK_PATIENCE_S = 0.1
@@ -130,7 +130,7 @@ class RunDirectory:
         return run
 
     def abandon(self) -> None:
-        """The run does not come to its first step: leave a directory of its own as if nothing had been there."""
+        """The run does not come to its first step: leave its directory as if nothing had been there."""
         if self._created:
             for folder in ("tensorboard", "wandb", ".hydra"):
                 shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -318,8 +318,8 @@ def _read_config(file: Path) -> dict[str, Any]:
             raise ValueError("no configuration: a mapping of sections was expected")
     except (ValueError, DataError) as error:
         raise CheckpointError(
-            f"{file} of an unfinished run cannot be read ({' '.join(str(error).split())}), so that nobody can say "
-            "whether this command goes on with it: put the file back, move the run away, or start anew with "
+            f"{file} of an unfinished run cannot be read ({' '.join(str(error).split())}), so this command cannot "
+            "tell whether it resumes that run: put the file back, move the run away, or start a new run with "
             "trainer.experiment_name=<another name> or trainer.resume_mode=disable"
         ) from error
     return sections

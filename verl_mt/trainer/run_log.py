@@ -95,7 +95,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._rollout_files.training(step, groups, batch)
 
     def flush(self) -> None:
-        """Wait until the rollout rows that were given are on the disk: a checkpoint says that they are.
+        """Wait until all rollout rows are on the disk: a checkpoint says that they are.
 
         Raises:
             CheckpointError: the disk refused one of their files; names it.

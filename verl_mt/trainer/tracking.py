@@ -1,6 +1,6 @@
 """Where numbers go: `metrics.jsonl` always; TensorBoard, W&B, MLflow, spans and trackers of a user by config.
 
-Each tracker works in a thread of its own, so that a server that is down never holds a run up.
+Each tracker works in a separate thread, so that a server that is down never delays a run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tracker:
 
 
 class Background(Tracker):
-    """A tracker that works in a thread of its own.
+    """A tracker that works in a separate thread.
 
     Args:
         tracker: does the work.

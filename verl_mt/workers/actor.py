@@ -223,7 +223,7 @@ class ActorWorker(Trainable):
         return torch.where(by_sampler, here[columns.ROLLOUT_LOG_PROBS], nothing)
 
     def _lacks_old(self, stats: BatchStats) -> Tensor:
-        """bool [B]: rows of the loss with a token whose old log-prob takes a pass of its own."""
+        """bool [B]: rows of the loss with a token whose old log-prob takes a separate pass."""
         by_sampler_B = stats.num_sampled_B * stats.has_log_probs_B
         if self.config.use_sampler_log_probs != "always":
             by_sampler_B = torch.zeros_like(by_sampler_B)

@@ -39,7 +39,7 @@ class CriticSchedule:
 
 
 def filled_in(config: CriticConfig, actor: ActorConfig) -> CriticConfig:
-    """With the actor's numbers where the critic has none of its own."""
+    """With the actor's numbers where the critic has none."""
     rows = actor.ppo_micro_batch_size if config.ppo_max_token_len is None else None
     return replace(
         config,
@@ -206,7 +206,7 @@ class CriticWorker(Trainable):
         return values_BT
 
     def _add_up_gradients(self) -> None:
-        """A head is whole on every rank, and every rank has the gradient of its own rows; shards are added up by
+        """A head is whole on every rank, and every rank has its rows' gradient; shards are added up by
         FSDP2."""
         if self._policy is None or self.ranks.size == 1:
             return

@@ -1,6 +1,6 @@
 """Which rows of a rollout batch a rank has, and what it knows of the others.
 
-A rank has the tokens of its own rows, and a few numbers of every row (`BatchStats`). Each rank computes shuffles,
+A rank has its rows' tokens, and a few numbers of every row (`BatchStats`). Each rank computes shuffles,
 denominators, skipped rows and the number of passes from these numbers. What a loss decides from the tokens of other
 ranks' rows is gathered in CPU memory on request (`together`).
 
@@ -64,7 +64,7 @@ class BatchStats:
         return len(self.part_B)
 
     def dealt(self, ranks: Ranks, kind_B: Tensor) -> BatchStats:
-        """With every row given to a part, so that each has about as many tokens of each kind of row.
+        """With every row assigned to a part, so that each has about as many tokens of each kind of row.
 
         Args:
             ranks: the group.

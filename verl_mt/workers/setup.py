@@ -43,7 +43,7 @@ class Placement:
     external_plugins: tuple[str, ...] = ()
     """Files (absolute) and modules that every process imports before anything else."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """`object:name` -> what a Python call gave, of that which every process loads by its name."""
+    """`object:name` -> an object of a Python call that every process loads by its name."""
 
     @property
     def num_ranks(self) -> int:

@@ -119,7 +119,7 @@ def has_shards(folder: Path, name: str = SHARDS) -> bool:
 
 
 def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = SHARDS) -> None:
-    """Read into the given tensors, in place; collective. Any number of ranks may have written them. Weights or masters
+    """Read into these tensors, in place; collective. Any number of ranks may have written them. Weights or masters
     may be read without the rest.
 
     Raises:

@@ -4,10 +4,10 @@ Every rank has its own rows of a batch, and a few numbers of all rows (rank_batc
 numbers, and the tensors from which a loss decides over a mini-batch.
 
 Parameters, gradients and optimizer state are spread with FSDP2 (`fully_shard`).
-Each decoder layer is gathered just before it runs and given back behind it; embeddings, last norm and head are
+Each decoder layer is gathered just before it runs and freed behind it; embeddings, last norm and head are
 gathered for the whole pass. With `shard` they are spread over fewer ranks, and every such group has the whole policy
 (HSDP): layers are gathered within a group, and gradients are added up over the groups once per update. With
-`Ranks.sequence` so many ranks share each row (modeling/sequence_parallel.py).
+`Ranks.sequence` that many ranks share each row (modeling/sequence_parallel.py).
 
 Forward and backward passes are collective: all ranks must run the same number of them, through the same layers in the
 same order. Hence two rules: a rank that has no rows left runs dummies (`dummy_pass`), and prefixes are shared between
@@ -274,7 +274,7 @@ def expect_backward(module: nn.Module, *, last: bool) -> None:
 
 
 def dummy_pass(module: nn.Module, device: torch.device) -> None:
-    """Take part in one pass of the others without a row of its own; adds 0 to every gradient."""
+    """Take part in one pass of the others without a row; adds 0 to every gradient."""
     ids = torch.ones(1, 2, dtype=torch.int64, device=device)
     wanted = torch.tensor([[False, True]], device=device)
     output = score(module, ids, torch.ones_like(ids), wanted_BT=wanted, temperature=1.0)

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LiveWeights:
-    """The weights of a module or of a worker group; every iteration reads them anew."""
+    """The weights of a module or of a worker group; every iteration reads them again."""
 
     policy: nn.Module | WorkerGroup
     num_bytes: int = 0
@@ -87,7 +87,7 @@ def weight_update_for(
             policy.offload()
         return Disk(version, str(path.resolve()))
     raise ConfigError(
-        f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}; no folder for files was given"
+        f"the engine takes weights only by {', '.join(sorted(capabilities.transports))}: there is no folder for files"
     )
 
 
@@ -126,7 +126,7 @@ class WeightSync:
 
     def free_engine_memory(self) -> bool:
         """The policy's weights are wanted between two steps (by a checkpoint, an export), and wait in CPU memory: the
-        engine gives their room back first. Returns whether it did, and has to get its memory and weights again
+        engine frees this memory first. Returns whether it did, and has to get its memory and weights again
         (`push`)."""
         if not (self.workers.offloads and self.engine.capabilities.frees_memory):
             return False

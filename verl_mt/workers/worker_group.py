@@ -168,8 +168,8 @@ class InlineWorkerGroup(WorkerGroup):
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
-        """The weights are on the device meanwhile, whoever says that they may go: an engine that comes back is given
-        them in a thread of its own, perhaps in the middle of an update. Runs in any thread. Waits for an onload or
+        """The weights are on the device meanwhile, whoever says that they may go: an engine that comes back gets
+        them in another thread, perhaps in the middle of an update. Runs in any thread. Waits for an onload or
         offload in another one."""
         with self._lock:
             self._users += 1

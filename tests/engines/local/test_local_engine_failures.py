@@ -16,7 +16,7 @@ from verl_mt.errors import EngineError, EngineGoneError
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (request(random_ids(256, 0)), "256 input tokens leave no room within max_model_len=256"),
+        (request(random_ids(256, 0)), "256 input tokens leave none to sample within max_model_len=256"),
         (request([]), "input_ids is empty"),
         (request([5, VOCAB]), f"vocabulary of {VOCAB}"),
         (request([5], stop=("x",)), "without `decode`"),

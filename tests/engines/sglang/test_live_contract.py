@@ -99,7 +99,7 @@ def test_a_turn_ends_exactly_at_the_longest_sequence(colocated, lab, prompt, run
     assert output.finish_reason in ("length", "stop") and len(output.token_ids) <= 4
     last = run(colocated.generate(request((prompt * 20)[: limit - 1], max_new_tokens=50)))
     assert len(last.token_ids) == 1
-    with pytest.raises(EngineError, match="leave no room"):
+    with pytest.raises(EngineError, match="leave none to sample"):
         run(colocated.generate(request((prompt * 20)[:limit])))
 
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_removed_is_said_once_and_never_refuses_a_start(left, mon
         folders._sweep(old(left).parent)
     assert [record.getMessage() for record in caplog.records] == [
         f"{left}, which model-written code left behind, could not be removed (Operation not permitted); "
-        "it takes nothing but room, so delete it by hand"
+        "it only takes disk space, so delete it by hand"
     ]
 
 

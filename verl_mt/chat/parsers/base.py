@@ -274,7 +274,7 @@ def _join(pieces: Sequence[str | None], separators: Sequence[str]) -> str:
 
 
 def _without_double_ids(actions: Sequence[ToolCall | MalformedCall]) -> list[ToolCall | MalformedCall]:
-    """An id that stands for two calls names none: the later ones lose it, and get one of ours."""
+    """An id that stands for two calls names none: the later ones lose it, and get a new one."""
     seen: set[str] = set()
     kept: list[ToolCall | MalformedCall] = []
     for action in actions:

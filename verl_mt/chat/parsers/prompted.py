@@ -21,7 +21,7 @@ _ADVICE = "Write a line with Action: and the name of a tool, and below it a line
 
 
 class ReactParser(ToolParser):
-    """`Action: name` and `Action Input: arguments`, each on a line of its own: a pair of them is a call, and a turn
+    """`Action: name` and `Action Input: arguments`, each on a separate line: a pair of them is a call, and a turn
     without one ends the conversation.
 
     An input that is a JSON object holds the arguments. Any other text is the value of the tool's only argument (or its

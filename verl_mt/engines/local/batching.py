@@ -74,7 +74,7 @@ class Batcher:
         self.version = 0
         self.paused = False
         self.finished: list[tuple[Sequence, GenerationOutput | BaseException]] = []
-        """Results to be handed over; whoever calls `step` empties it."""
+        """Results for the callers; whoever calls `step` empties it."""
         self.sessions: dict[str, CachedSession] = {}
         self.slots = Slots(KVCache(options.max_slots or options.max_num_seqs, max_model_len))
         self._ends = np.zeros(forward.vocab_size, dtype=np.bool_)
@@ -135,7 +135,7 @@ class Batcher:
             self._end(sequence, "abort")
 
     def fail_all(self, make_error: Callable[[], BaseException]) -> None:
-        """The engine is gone: every request raises an error of its own."""
+        """The engine is gone: every request raises a separate error."""
         for sequence in self._live.values():
             self._hand_over(sequence, make_error())
         self._live.clear()
@@ -228,13 +228,13 @@ class Batcher:
             # that its deadline ends it, and its keys and values would be gone by then.
             self._queue.sort(key=lambda s: (s.session.turns == 1 and not s.admitted, s.ticket))
         num_following = sum(len(s.followers) for s in self._running)
-        room = self.options.max_num_seqs - len(self._running) - num_following
+        free = self.options.max_num_seqs - len(self._running) - num_following
         held = sum(s.row >= 0 and not s.live for s in self.sessions.values())  # one with a request is in the queue
         longest = max(len(s.target) for s in self._queue) + 1
         cache = self.slots.cache
         wanted = len(self._running) + num_following + held + len(self._queue)
         self.slots.reserve(max(cache.num_rows, min(cache.max_rows, wanted)), longest)
-        admitted, self._queue = Admission(self.slots, self._running, room).run(self._queue)
+        admitted, self._queue = Admission(self.slots, self._running, free).run(self._queue)
         now = time.monotonic()
         for sequence in admitted:
             self.slots.admission[sequence.row] = self._num_admitted
@@ -383,15 +383,15 @@ class Batcher:
 class Admission:
     """One pass over the queue."""
 
-    def __init__(self, slots: Slots, running: list[Sequence], room: int):
+    def __init__(self, slots: Slots, running: list[Sequence], free: int):
         """
         Args:
             slots: the rows.
             running: sequences that are being computed.
-            room: how many more may be.
+            free: how many more may run.
         """
         self._slots = slots
-        self._room = room
+        self._free = free
         self._prefilling = [s for s in running if slots.computed[s.row] + 1 < slots.known[s.row]]
         self._seen: dict[bytes, Sequence | None] = {}
 
@@ -404,12 +404,12 @@ class Admission:
         admitted: list[Sequence] = []
         waiting: list[Sequence] = []
         for index, sequence in enumerate(queue):
-            placed = self._place(sequence) if self._room else None
+            placed = self._place(sequence) if self._free else None
             if placed is None:
                 # Without a row nobody is overtaken: who comes later would otherwise starve who waits for one.
                 return admitted, waiting + queue[index:]
             if placed:
-                self._room -= 1
+                self._free -= 1
                 admitted.append(sequence)
             else:
                 waiting.append(sequence)

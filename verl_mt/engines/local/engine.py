@@ -97,7 +97,7 @@ class LocalEngine(InferenceEngine):
         longest = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         max_model_len = max_model_len if max_model_len is not None else longest
         if max_model_len is None:
-            raise ConfigError("max_model_len: the model's config has no max_position_embeddings, so it must be given")
+            raise ConfigError("max_model_len is not set, and the model's config has no max_position_embeddings: set it")
         if longest is not None and max_model_len > longest:
             raise ConfigError(f"max_model_len={max_model_len} is more than the model's {longest} positions; lower it")
         forward = PackedForward(module, max_model_len)

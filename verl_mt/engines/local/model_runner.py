@@ -33,7 +33,7 @@ NAME = "verl_mt_slots"
 _LEN_MULTIPLE = 16
 _CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
 """Keys and values that are read in the time that a call of the attention takes by itself: rows of other lengths are
-read in a call of their own where reading them as long as the others would cost more."""
+read in a separate call where reading them as long as the others would cost more."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
 _LEN_CHUNK = 64
@@ -55,7 +55,7 @@ class KVCache:
         self._values: dict[int, torch.Tensor] = {}
 
     def reserve(self, num_rows: int, length: int) -> bool:
-        """Make room for `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
+        """Grow to `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
         rows, positions = self.num_rows, self.length
         if num_rows > rows:
             rows = min(self.max_rows, _round_up(max(num_rows, rows * 3 // 2), _ROW_CHUNK))
@@ -176,7 +176,7 @@ class StepAttention:
     ):
         """
         Args:
-            cache: where keys and values live; must have room for every (row, position).
+            cache: where keys and values live; must hold every (row, position).
             rows, positions: [N] where each token goes. The first `num_decode` are single tokens in ascending rows;
                 then come pieces: consecutive tokens of one row at consecutive positions.
             num_decode: how many single tokens there are.

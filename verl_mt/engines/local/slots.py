@@ -1,7 +1,7 @@
 """Requests and sessions in the local engine, and the rows (slots) of the key-value cache that they hold.
 
-`Slots` is the table beside the cache: which row holds which tokens, for whom, and how far it got. Its columns are
-arrays over the rows, so that a step costs no Python work per row. `S` rows, `M` positions.
+`Slots` is the table beside the cache: which row holds which tokens of which request, and how far it got. Its columns
+are arrays over the rows, so that a step costs no Python work per row. `S` rows, `M` positions.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Slots:
     top_p: np.ndarray
     min_p: np.ndarray
     watched: np.ndarray
-    """[S] the request has stop ids or stop strings of its own."""
+    """[S] the request sets stop ids or stop strings."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache

@@ -16,7 +16,7 @@ def _problems(config: Config) -> Iterator[str]:
     more = {"data.over_sample": f"{factor:g}" if factor > 1 else None}
     given = {"trainer.max_staleness": ahead or None, **more}
     if trainer.deterministic:
-        yield from conflicts(given, "trainer.deterministic=True", "a clock decides what is sampled by which weights")
+        yield from conflicts(given, "trainer.deterministic=True", "a clock decides which weights sample a turn")
     if config.actor_rollout_ref.rollout.mode == "sync":
         why = "turns of two steps would wait for each other (mode=async does not)"
         yield from conflicts(given, "actor_rollout_ref.rollout.mode=sync", why)

@@ -104,7 +104,7 @@ class OverSampling:
 
 @dataclass
 class AsynchronousSource(SpooledSource):
-    """Samples ahead: prompts of later steps, or left by earlier ones, are in flight beside a step's own.
+    """Asynchronous training: prompts of later steps, or left by earlier ones, are in flight beside a step's own.
 
     With a bound of 0 and no over-sampling it does what `RolloutSource` does.
     """
@@ -138,8 +138,7 @@ class AsynchronousSource(SpooledSource):
         return {"prompts": self.plan.num_prompts, "over_sample": factor, "max_staleness": self.max_staleness}
 
     def begin(self, step: int) -> None:
-        """Start what may be started before the batch after `step` finished steps: its own rollout, and those that the
-        bound allows ahead of theirs."""
+        """Start the rollout of the batch after `step` finished steps, and the later ones that the bound allows."""
         self.begun_s = time.monotonic()
         self.reopen(step)
         if self.over is not None:
@@ -181,7 +180,7 @@ class AsynchronousSource(SpooledSource):
     def notes(self) -> list[str]:
         if not (ahead := self.max_staleness):
             return []
-        in_flight = f"{ahead} steps are sampled ahead of the one that is trained"
+        in_flight = f"prompts of {ahead} later steps are in flight beside the one that is trained"
         if self.over is not None:
             factor = f"{self.over.factor:g}"
             in_flight = f"{factor} steps' prompts are in flight, of which a step trains those that finish first"
@@ -225,7 +224,7 @@ class Staleness(StepHook):
             add_ages(step.batch, step.version)
 
     def after_update(self, step: TrainStep) -> None:
-        """A rollout takes no time of its own: tokens per second are of the whole step."""
+        """A rollout overlaps with training: tokens per second are of the whole step."""
         if not self._source.max_staleness:
             return
         if step.batch is not None:
@@ -253,8 +252,8 @@ def require_bound(batch: TensorDict, version: int, max_staleness: int) -> None:
     if len(ages) and not 0 <= int(ages.min()) <= int(ages.max()) <= max_staleness:
         raise EngineError(
             f"tokens are {int(ages.min())} to {int(ages.max())} updates older than the weights that they would train "
-            f"(version {version}), trainer.max_staleness={max_staleness}: the engine took an update late, or gives "
-            "tokens versions of its own (GenerationOutput.version_spans)"
+            f"(version {version}), trainer.max_staleness={max_staleness}: the engine took an update late, or "
+            "numbers versions differently (GenerationOutput.version_spans)"
         )
 
 

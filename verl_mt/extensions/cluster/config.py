@@ -15,7 +15,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 _STARTED_HERE = OTHER_ENGINE & Condition(
     (f"{ROLLOUT}.servers",),
     lambda of: not of(f"{ROLLOUT}.servers"),
-    lambda: f"no {ROLLOUT}.servers are set (you start those with options of their own)",
+    lambda: f"no {ROLLOUT}.servers are set (you set the options of those when you start them)",
 )
 
 
@@ -39,15 +39,15 @@ class RolloutKeys(Section):
     placement: str | None = option(
         None,
         "Where engines live: colocated = beside the ranks of training, on their devices; separate = on `nnodes` x "
-        "`n_workers_per_node` devices of their own, placed by Ray; servers = those that are named; null = servers "
-        "where some are named, separate with `nnodes`, else colocated.",
+        "`n_workers_per_node` other devices, placed by Ray; servers = those in `servers`; null = servers where you "
+        "name some, separate with `nnodes`, else colocated.",
         choices=(None, "colocated", "separate", "servers"),
         when=OTHER_ENGINE,
     )
     python: str | None = option(
         None,
-        "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has an environment "
-        "of its own (docs/vllm.md).",
+        "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has a separate "
+        "environment (docs/vllm.md).",
         when=only(f"{ROLLOUT}.name", "vllm", own=False),
     )
     # verl's configurations give both to every run.
@@ -58,7 +58,7 @@ class RolloutKeys(Section):
         1, "Devices of separate engines on each machine.", min=1, when=is_set(f"{ROLLOUT}.nnodes"), allow_unused=True
     )
     servers: list[str] = option(
-        [], "URLs of servers that are running already; none = engines of our own beside the actor.", when=OTHER_ENGINE
+        [], "URLs of servers that are running already; none = the run starts its engines.", when=OTHER_ENGINE
     )
     launch_servers: int = option(
         0,
@@ -114,8 +114,8 @@ def problems(config: Config) -> Iterator[str]:
         yield from _problems_of_placement(keys, config.trainer)
     if rollout.engine_kwargs and keys.servers and f"{ROLLOUT}.engine_kwargs" in explicit_keys(config):
         yield (
-            f"{ROLLOUT}.engine_kwargs is given, and {ROLLOUT}.servers run already: give it to them when they are "
-            "started, and leave it out here"
+            f"{ROLLOUT}.engine_kwargs is set, and {ROLLOUT}.servers run already: pass these arguments when you start "
+            "the servers, and remove them here"
         )
 
 
@@ -174,8 +174,8 @@ def _problems_of_placement(rollout: RolloutKeys, trainer: TrainerConfig) -> Iter
     if rollout.placed == "colocated" and placement == "ray" and ranks % size:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={size} does not divide trainer.n_workers_per_node={ranks}: each "
-            "engine has the devices of as many ranks of one machine; give a size that divides it, or engines devices "
-            "of their own (rollout.nnodes)"
+            "engine has the devices of as many ranks of one machine. Set a size that divides it, or set rollout.nnodes "
+            "for engines on separate devices"
         )
     if rollout.placed == "separate" and rollout.nnodes:
         if placement != "ray":

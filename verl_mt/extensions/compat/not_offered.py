@@ -38,7 +38,7 @@ _INSTEAD = {
     "verl_mt.workers.rollout": "a custom engine is rollout.name=my.py:Engine (docs/your_own_engine.md)",
     "verl_mt.trainer": "a custom estimator is algorithm.adv_estimator=my.py:f, a loss "
     "actor.policy_loss.loss_mode=my.py:f (docs/your_own_algorithm.md)",
-    "verl_mt.protocol": "there is no DataProto: rewards, tools and losses are given what their pages say",
+    "verl_mt.protocol": "there is no DataProto: the pages of rewards, tools and losses say what arguments they get",
 }
 """Modules of verl that a file may still import, and that are not offered -> what to use instead."""
 

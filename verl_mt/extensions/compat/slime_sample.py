@@ -77,7 +77,7 @@ class PrefixCache(_Counts):
 
 @dataclass
 class Sample:
-    """One prompt and what came of it. Further attributes may be set; `to_dict` and `from_dict` keep them."""
+    """One prompt and its result. Further attributes may be set; `to_dict` and `from_dict` keep them."""
 
     Status = _Status
     SpecInfo = Speculation
@@ -216,7 +216,7 @@ class Sample:
         self.status = kinds.get(str(reason), self.status)
 
     def check_types(self) -> None:
-        """Verify what a generate function set; arrays become lists, and a status may be given by its value.
+        """Verify what a generate function set; arrays become lists, and a status may be its value.
 
         Raises:
             LedgerError: names the field, what was expected and what was got.

@@ -1,7 +1,8 @@
 """Command lines and files in the names of other libraries, as our keys.
 
 The core calls `translate` with everything that one command line or file sets, if a key in it is not ours or a value is
-none that the schema takes. A name of ours is ours: the tables of `aliases/` are asked only for the others.
+none that the schema takes. A key of the schema keeps its meaning: the tables of `aliases/` are asked only for
+the others.
 
 A whole configuration of another library has a value for each of its keys. Those at their defaults ask for nothing and
 are never refused.
@@ -43,8 +44,8 @@ from verl_mt.extensions.compat.aliases.families import (
 )  # fmt: skip
 
 WHOLE = 50
-"""A file with so many keys at defaults of another library is a whole configuration (verl's has about 500 keys, half of
-them without a counterpart), not one that says what differs."""
+"""A file with at least this many keys at defaults of another library is a whole configuration (verl's has about 500
+keys, half of them without a counterpart), not one that says what differs."""
 _FOLLOWS = {"actor_rollout_ref.actor.loss_agg_mode", "trainer.device"}
 """Keys whose default here depends on something else: on the loss, on the machine."""
 _NAMES_A_CLASS = {

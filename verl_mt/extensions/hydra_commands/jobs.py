@@ -1,4 +1,4 @@
-"""A job of a sweep: a process of its own, what it leaves, and the table of all of them."""
+"""A job of a sweep: its process, the files that it leaves, and the table of all jobs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def ended(folder: Path, since: float) -> list[dict[str, Any]]:
 
 
 def table(folder: Path, lines: list[dict[str, Any]]) -> str:
-    """What became of the jobs, one line each."""
+    """Results of the jobs, one line each."""
     count = Counter(line["status"] for line in lines)
     head = ", ".join(f"{count[status]} {status}" for status in ("finished", "skipped", "failed"))
     rows = [

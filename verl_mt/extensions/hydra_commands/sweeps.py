@@ -1,4 +1,4 @@
-"""`--multirun`: every job of a sweep is a process of its own, whatever launcher starts it.
+"""`--multirun`: every job of a sweep is a separate process, whatever launcher starts it.
 
 A sweep's directory and its jobs' folders are named by the overrides: the same command skips finished jobs and resumes
 broken ones.
@@ -36,7 +36,7 @@ _PLUGINS |= {f"sweeper={name}" for name in ("ax", "nevergrad", "optuna")}
 
 
 def run(command: Command) -> None:
-    """Run a sweep by Hydra's sweeper and launcher, and say what became of each job.
+    """Run a sweep by Hydra's sweeper and launcher, and print the result of each job.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong with the command, before the first job.
@@ -111,7 +111,7 @@ def normalize_sweep(override: Override, text: str, outcome: Outcome) -> list[str
         return []
     keys = {line.partition("=")[0] for line in lines}
     if len(keys) != 1 or len(lines) != len(values):
-        problems.append(Problem(f"{text} ({COMMAND_LINE}): not all of its values set one key; sweep a key of ours"))
+        problems.append(Problem(f"{text} ({COMMAND_LINE}): not all of its values set one key. Sweep a key of verl_mt"))
         return []
     key = keys.pop()
     ours = [line.partition("=")[2] for line in lines]
@@ -209,7 +209,7 @@ def _values(word: str) -> list[str]:
 
 
 def _sweep_dir(plan: Plan, fixed: list[str]) -> str:
-    """Named by what all jobs have and by the keys that are swept: with further values it stays the same."""
+    """Named by the overrides of all jobs and by the keys that are swept: with further values it stays the same."""
     own = [word for word in fixed if not _is_hydra(word)]
     swept = sorted(_key(word) for word in plan.lines if _is_sweep(word))
     names = "-".join(dict.fromkeys(key.rpartition(".")[2].replace("/", "_") for key in swept))

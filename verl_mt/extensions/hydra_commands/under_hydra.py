@@ -28,8 +28,8 @@ from verl_mt.config.schema import Config
 from verl_mt.plugins import extension_function
 
 OUTPUT_SUBDIR: ContextVar[str | None] = ContextVar("verl_mt_output_subdir", default=None)
-"""Of a job of ours: the folder of Hydra's files, empty = they are not written. None outside of one, also in a program
-with its own `@hydra.main`."""
+"""Of a job of verl_mt: the folder of Hydra's files, empty = they are not written. None outside of one, also in a
+program with its own `@hydra.main`."""
 
 
 def run(command: Command, task: Callable[[Config], None]) -> None:

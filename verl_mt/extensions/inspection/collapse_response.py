@@ -27,7 +27,7 @@ from verl_mt.trainer.step_hook import Continue, HookParts, RollBack, StepHook, S
 log = logging.getLogger(__name__)
 
 MAX_ROLLBACKS = 2
-"""A run that collapses again from the same place will do so once more: then it is stopped."""
+"""A run that collapses again from the same place will do so again: then it is stopped."""
 NUM_ROLLOUTS = 8
 _WINDOWS_BACK = 4
 """Checkpoints are kept that many windows back: a sign is seen after it began."""

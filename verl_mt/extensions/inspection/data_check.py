@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _MEANINGS = {
     "data_source": "chooses the reward function; validation is reported under it",
-    "reward_model": "its ground_truth is what the reward is given",
-    "ground_truth": "what the reward is given",
-    "extra_info": "the reward is given it; tools_kwargs, tool_selection, interaction_kwargs in it are read",
+    "reward_model": "the reward gets its ground_truth",
+    "ground_truth": "the reward gets it",
+    "extra_info": "the reward gets it; tools_kwargs, tool_selection, interaction_kwargs in it are read",
     "images": "pictures for the places <image> of the prompt",
     "videos": "videos for the places <video> of the prompt",
     "metadata": "metadata of the sample that a generate function sees",
     "agent_name": "tool_agent or single_turn_agent: whether the row may call tools",
 }
-_OTHER = "kept with the row: agents, schedulers and ms-swift's rewards are given it"
+_OTHER = "kept with the row: agents, schedulers and ms-swift's rewards get it"
 _ROLES = ("system", "user", "assistant", "tool")
 _CONTROL = re.compile(r"<\|\w{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>|\[/?INST\]")
 """Control tokens of published chat templates, where no model says which it has."""
@@ -92,7 +92,7 @@ class DataCheck:
                 shown = [f"{m['role']}> {_text(m)}" for m in first.prompt]
             lines += ["first row:", *(f"  {line}" for text in shown for line in text.splitlines())]
             truth = f"{_short(first.ground_truth)} ({_kind(first.ground_truth)})"
-            lines.append(f"  the reward for {first.data_source!r} is given the ground truth {truth}")
+            lines.append(f"  the reward for {first.data_source!r} gets the ground truth {truth}")
         if self.longest is not None:
             lines.append(f"longest prompt: {self.longest[0]} tokens without tools ({self.longest[1]})")
         for word, found in (("note", self.remarks), ("problem", self.problems)):
@@ -142,7 +142,7 @@ def _column_found(name: str, rows: list[dict[str, Any]], columns: Columns) -> Co
     if name == columns.prompt:
         meaning = "the prompt; a text is one message of the user"
     elif name == columns.label:
-        meaning = "what the reward is given"
+        meaning = "the reward gets it"
     elif name == "ground_truth" and any("reward_model" in row for row in rows):
         meaning = "read where a row has no reward_model"
     return ColumnFound(dict(kinds), example, meaning)

@@ -1,6 +1,6 @@
 """`python -m verl_mt.prompt_log RUN`: was every drawn prompt of a run trained once, or left out for a reason?
 
-Holds the log of prompts (`prompt_log.jsonl`) against what was written independently of it: the rollout rows of every
+Compares the prompt log (`prompt_log.jsonl`) with files that were written independently of it: the rollout rows of every
 step, and the newest checkpoint. The last line is `N drawn, N trained, N left out, N open, 0 missing, 0 double`; open
 are prompts of a step that was not finished when the run ended or was ended.
 """
@@ -26,7 +26,7 @@ _WITH_ROWS = "algorithm.filter_overlong"
 
 @dataclass
 class Examination:
-    """What a log of prompts and the files beside it say of each other."""
+    """How a prompt log and the files beside it agree."""
 
     history: PromptHistory
     missing: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Examination:
 
 
 def examine(run: str | Path) -> Examination:
-    """Compare a run's log of prompts with its rollout rows and its newest checkpoint.
+    """Compare a run's prompt log with its rollout rows and its newest checkpoint.
 
     Raises:
         DataError: there is no log, or a line of it, or of the rows, is damaged; names file and line.
@@ -88,7 +88,7 @@ def _newest_checkpoint(run: Path) -> dict[str, Any] | None:
 def _compare_checkpoint(found: Examination, saved: dict[str, Any]) -> None:
     """What was over at its step, by the log and by the checkpoint."""
     if "prompts" not in saved:
-        found.notes.append("the newest checkpoint is of an older version, which kept no log of prompts")
+        found.notes.append("the newest checkpoint is of an older version, which kept no prompt log")
         return
     step, told, history, before = saved["step"], saved["prompts"], found.history, found.history.before
     early = [n for n in history.prompts if n < told["drawn"]]

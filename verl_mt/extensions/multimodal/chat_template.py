@@ -8,7 +8,7 @@ becomes a grid of patches, and `merge_size` x `merge_size` patches of it one tok
   neutralised text, stop tokens) is `ChatTemplate`'s. Only what arrives is processed: a delta never touches an image
   that an earlier turn has shown.
 - `FrameProcessor` takes videos frame by frame with the image processor that works on Pillow's images: transformers' own
-  video processors need torchvision. What they do to given frames can be said with images: each frame is resized and
+  video processors need torchvision. What they do to a list of frames can be said with images: each frame is resized and
   normalised as an image, and `temporal_patch_size` frames that follow each other are one step in time; the last frame
   fills up the last step. The numbers are those of `Qwen2VLVideoProcessor` up to rounding (1e-6; one step of 1/255 here
   and there where frames are resized), and the same on every machine.
@@ -99,7 +99,7 @@ class ProcessorChat(ChatTemplate):
         return hidden.show(text)
 
     def media_inputs(self, messages: Sequence[Message], ids: Sequence[int]) -> list[MediaInput]:
-        """What the model is given for the placeholder tokens among `ids`, in their order.
+        """Model inputs for the placeholder tokens among `ids`, in their order.
 
         Args:
             messages: those whose rendering `ids` are; only these are processed.
@@ -279,7 +279,7 @@ def _input(kind: Kind, tensors: dict[str, Any], merge_size: int) -> MediaInput:
 def load_media_processor(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> MediaProcessor | None:
-    """The processor of a model that sees images; None, with a warning, for a family that is not offered.
+    """The processor of a multimodal model; None, with a warning, for a family that is not offered.
 
     Both processors work on Pillow's images: the same pixels with and without torchvision.
 

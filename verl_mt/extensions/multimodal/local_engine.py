@@ -1,4 +1,4 @@
-"""`LocalVisionEngine`: the local engine of models that see: one turn after the other, each with a cache of its own.
+"""`LocalVisionEngine`: the local engine of models that see: one turn after the other, each with a new cache.
 
 A plain path on purpose: nothing is packed, no cache outlives its turn. Positions and tensors come from where the
 trainer takes them, so that both compute the same log-probs.

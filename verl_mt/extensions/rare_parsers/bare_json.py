@@ -150,7 +150,7 @@ def _decode_llama(text: str, body: int) -> tuple[Any, int]:
 
 
 def _end_of_broken(text: str, body: int, at: int | None, names: set[str]) -> int:
-    """Where a call that is not valid JSON ends: a call behind the place where it breaks is one of its own.
+    """Where a call that is not valid JSON ends: a call behind the place where it breaks is a separate call.
 
     What stands in front of that place, or between brackets that are closed, was meant as its arguments.
     """

@@ -1,4 +1,4 @@
-"""Calls between control tokens: in a section of their own (DeepSeek, Kimi), or as a message of a channel (gpt-oss)."""
+"""Calls between control tokens: in a section for calls (DeepSeek, Kimi), or as a message of a channel (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class DeepSeekDsmlParser(SectionedParser):
                 raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
             key = opening["key"]
             if key in arguments:
-                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+                raise BadCall(f"the parameter {key!r} appears twice", name, position)
             value, after = values.read(opening.end(), key)
             arguments[key] = _typed(value, key, opening["string"], parameters)
             position = skip_space(text, after)

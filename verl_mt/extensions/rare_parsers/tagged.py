@@ -41,7 +41,7 @@ class ArgumentTags:
     call_ends: re.Pattern[str]
     """Where the call ends for certain: a value that is not closed must not swallow the calls behind it."""
     on_lines: re.Pattern[str] | None = None
-    """The same as `goes_on` where templates write every tag on a line of its own; None: they do not."""
+    """The same as `goes_on` where templates write every tag on a separate line; None: they do not."""
 
 
 class Values:
@@ -169,7 +169,7 @@ class Qwen3CoderParser(ToolParser):
     close_tag = "</tool_call>"
     separators = ("\n\n", "\n")
     padded = True
-    """A value stands on lines of its own: one line end before it and one after it are not part of it."""
+    """A value stands on separate lines: one line end before it and one after it are not part of it."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -238,7 +238,7 @@ class Qwen3CoderParser(ToolParser):
             if opening is None or not key:
                 raise BadCall(f"a parameter tag should come where {found_instead(text, position)}", name, position)
             if key in arguments:
-                raise BadCall(f"the parameter {key!r} is given twice", name, position)
+                raise BadCall(f"the parameter {key!r} appears twice", name, position)
             value, after = values.read(opening.end(), key)
             arguments[key] = read_argument(value, key, parameters, null_word=True)
             position = skip_space(text, after)
@@ -312,7 +312,7 @@ def _read_glm(text: str, start: int, tools: Sequence[ToolSchema | dict[str, Any]
         if opening is None or not key:
             raise BadCall(f"a key and its value should come where {found_instead(text, position)}", name, position)
         if key in arguments:
-            raise BadCall(f"the argument {key!r} is given twice", name, position)
+            raise BadCall(f"the argument {key!r} appears twice", name, position)
         value, after = values.read(opening.end(), key)
         arguments[key] = read_argument(value, key, parameters)
         position = skip_space(text, after)

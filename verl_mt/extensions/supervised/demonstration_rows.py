@@ -36,7 +36,7 @@ class Demonstrations:
     num_long: int = 0
     """Conversations longer than `rollout.max_model_len`."""
     num_unchecked: int = 0
-    """Conversations that show tools of their own while no tools file says what the run will show."""
+    """Conversations that show their tools while no tools file says what the run will show."""
 
     def fingerprint(self) -> str:
         """Of all ids, in their order."""

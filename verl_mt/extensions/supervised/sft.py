@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         action=argparse.BooleanOptionalAction,
         help="measure the accuracy by rollouts of data.val_files; default: where the configuration names such a file",
     )
-    parser.add_argument("--stop-at-accuracy", type=float, help="end when so many of the rollouts are right")
+    parser.add_argument("--stop-at-accuracy", type=float, help="end when this share of the rollouts is right")
     parser.add_argument(
         "--out", help="the run directory, a new folder or one that goes on; default: runs/<experiment of the file>-sft"
     )

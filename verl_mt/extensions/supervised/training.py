@@ -266,7 +266,7 @@ class SupervisedTrainer:
             self.accuracy = None
 
     def _due(self) -> bool:
-        """Every `trainer.test_freq` steps, or where that is not given after every epoch; and after the last step."""
+        """Every `trainer.test_freq` steps, or where that is not set after every epoch; and after the last step."""
         freq = self.config.trainer.test_freq
         every = freq if freq > 0 else -(-len(self.shown.trajectories) // self.config.data.train_batch_size)
         return self.step == self.total_steps or self.step % every == 0
@@ -419,7 +419,7 @@ class Sampled(Inference):
             raise
 
     def open_weights(self, folder: Path) -> None:
-        """Let the engine be given weights; files go to `folder` where the configuration names none."""
+        """Let the engine get weights; files go to `folder` where the configuration names none."""
         self.weights = build.weight_sync(self.config, self.stream, self.workers, folder)
         self.weights.release()  # training begins at once where a run goes on from its checkpoint
 

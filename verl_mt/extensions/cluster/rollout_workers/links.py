@@ -50,7 +50,7 @@ class Link(abc.ABC):
 
 
 class ProcessLink(Link):
-    """A process of this machine, at the other end of a socket pair. It leads a process group of its own: Ctrl-C does
+    """A process of this machine, at the other end of a socket pair. It leads a new process group: Ctrl-C does
     not reach it, and what its tools left behind ends with it, also when this process is killed."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class ProcessLink(Link):
             self._loop.call_soon_threadsafe(self._inbox.put_nowait, message)
 
     def _write(self) -> None:
-        """Runs in the writing thread. Waits for messages, and for room in the worker's socket."""
+        """Runs in the writing thread. Waits for messages, and until the worker's socket takes them."""
         try:
             while (message := self._outbox.get()) is not None:
                 self._connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

@@ -130,7 +130,7 @@ class RolloutPool:
         return [place.pid for place in self._places]
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/worker_restarts`: workers lost and started anew since the run began; `rollout/groups_restarted`:
+        """`rollout/worker_restarts`: workers lost and restarted since the run began; `rollout/groups_restarted`:
         unfinished groups that were lost with them and began again elsewhere."""
         return {
             "rollout/worker_restarts": float(self._restarts),
@@ -203,7 +203,7 @@ class RolloutPool:
                 return
             self._restarts += 1
             self._unready_deaths = 0 if was_ready else self._unready_deaths + 1
-            log.warning("rollout worker %d is gone and started anew: %s", number, reason)
+            log.warning("rollout worker %d is gone and restarts: %s", number, reason)
             if self._unready_deaths >= MAX_LOST:
                 self._break(WorkerError(f"rollout workers end before they are ready, {MAX_LOST} of them: {reason}"))
                 return

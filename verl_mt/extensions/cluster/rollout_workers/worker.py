@@ -158,7 +158,7 @@ class Worker:
         return replace(prompt, toolset=tools)
 
     async def _run(self, run: _Run, position: int, prompt: Prompt, shows_tools: bool) -> None:
-        """Roll a group out and say what came of it. Runs on the worker's loop. Waits for the group, then for a thread
+        """Roll a group out and send the result. Runs on the worker's loop. Waits for the group, then for a thread
         that packs it."""
         name = run.plan.name
         heard = _Findings(self._runner.context.sanity)
@@ -256,7 +256,7 @@ class AskedEngine(InferenceEngine):
 
 
 def _prepare_process(config: Config, number: int) -> None:
-    """One thread, seeds of its own, no progress bars of others."""
+    """One thread, separate seeds, no progress bars of libraries."""
     transformers_logging.disable_progress_bar()
     prepare_torch(threads=1, seed=config.trainer.seed + number, deterministic=False)
 
@@ -280,7 +280,7 @@ def _packed(group: TrajectoryGroup, name: str) -> bytes:
 
 
 def sendable(error: BaseException) -> Exception:
-    """The error itself where it is one of ours and can be pickled, else one that says what it was."""
+    """The error itself where it is one of verl_mt and can be pickled, else one that says what it was."""
     if isinstance(error, VerlMTError):
         with contextlib.suppress(Exception):
             return pickle.loads(pickle.dumps(error))
@@ -340,7 +340,7 @@ def _reading(connection: Connection, tell: Callable[[tuple[Any, ...]], object]) 
 
 
 def _writing(connection: Connection, outbox: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
-    """Runs in a thread of the worker. Waits for messages to the trainer, and for room in the socket. Ends when the
+    """Runs in a thread of the worker. Waits for messages to the trainer, and until the socket takes them. Ends when the
     trainer is gone."""
     with contextlib.suppress(OSError):
         while (message := outbox.get()) is not None:

@@ -38,7 +38,7 @@ class _Ways:
         self.present = endpoint
         self.changed.set()
         if self.client is not None:
-            self.client.give_up("it was lost, or is started anew")
+            self.client.give_up("it was lost, or restarts")
 
     async def after(self, last: Endpoint | None) -> Endpoint:
         """The present life, if it is another than that."""

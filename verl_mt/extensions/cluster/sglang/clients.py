@@ -1,4 +1,4 @@
-"""SGLang as seen from the rollout's event loop: in a process of its own, on a running server, on a launched one."""
+"""SGLang as seen from the rollout's event loop: in a separate process, on a running server, on a launched one."""
 
 from __future__ import annotations
 

@@ -62,9 +62,9 @@ class SGLangEngine(ReplicatedEngine):
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
         if trainer.steps_ahead and on_gpu and rollout.placed == "colocated" and rollout.free_cache_engine:
             raise ConfigError(
-                f"trainer.max_staleness={trainer.max_staleness}: an engine on the training's GPUs gives its memory to "
-                "it. Give it devices of its own (actor_rollout_ref.rollout.nnodes, launch_servers or servers), or "
-                "leave it its memory (rollout.free_cache_engine=False), or set max_staleness=0"
+                f"trainer.max_staleness={trainer.max_staleness}: an engine on the training's GPUs frees its memory "
+                "while training runs. Use separate devices (actor_rollout_ref.rollout.nnodes, launch_servers or "
+                "servers), or keep the engine's memory (rollout.free_cache_engine=False), or set max_staleness=0"
             )
         if trainer.placement != "ray":
             check_launched(config.rollout, trainer.device)

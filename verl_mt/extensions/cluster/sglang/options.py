@@ -95,7 +95,7 @@ class SGLangOptions(ReplicaOptions):
         return {name: value for name, value in (arguments | self.engine_kwargs).items() if value is not None}
 
     def command_line(self, number: int = 0) -> list[str]:
-        """The same for `python -m sglang.launch_server`; each launched server (by `number`) has GPUs of its own."""
+        """The same for `python -m sglang.launch_server`; each launched server (by `number`) has separate GPUs."""
         arguments = self.engine_arguments()
         if self.on_gpu:
             # The last ones of the machine, unless it was said from where: the first one trains.
@@ -130,7 +130,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
     if parallel:
         raise ConfigError(
             f"{KEY}.engine_kwargs.{parallel[0]}={rollout.engine_kwargs[parallel[0]]}: SGLang refuses new weights "
-            "where it has replicas of its own; have one beside each rank (trainer.placement=ray), or "
+            "where it runs several replicas itself. Set trainer.placement=ray for a replica beside each rank, or set "
             f"{KEY}.launch_servers"
         )
     unguarded = [name for name in _WITHOUT_KEY if rollout.engine_kwargs.get(name) not in (None, 1)]
@@ -172,7 +172,7 @@ def other_sampling(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def check_launched(rollout: RolloutConfig, device: str) -> None:
-    """Servers that are started on this machine have GPUs of their own, behind the one that trains.
+    """Servers that are started on this machine use other GPUs, behind the one that trains.
 
     Raises:
         ConfigError: there are not as many.

@@ -45,7 +45,7 @@ class BucketPublisher(MemoryPublisher):
 
 class WeightBroadcaster(WeightPublisher):
     """Over the network: one process group of this process and all engines, in which each byte reaches each engine once
-    (gloo passes it on along a tree, NCCL along a ring).
+    (gloo passes it on along a tree, NCCL from GPU to GPU).
 
     Args: those of `BucketPublisher`; `address` is where the engines' machines reach this one.
     """

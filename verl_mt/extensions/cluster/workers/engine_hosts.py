@@ -1,4 +1,4 @@
-"""Places for engines, kept by Ray: a process beside ranks, in the group's own placement, or on devices of its own.
+"""Places for engines, kept by Ray: a process beside ranks, in the group's own placement, or on other devices.
 
 Only handles, requests and answers pass Ray; weights go from a rank to its engine through their machine's memory, or
 from rank 0 to all of them by one broadcast.
@@ -174,7 +174,7 @@ def how_it_ended(error: Exception) -> str | None:
 
 
 def as_engine_error(error: RayError) -> VerlMTError:
-    """An error of ours as it was raised there; the process's end as the engine's."""
+    """An error of verl_mt as it was raised there; the process's end as the engine's."""
     if (reason := how_it_ended(error)) is not None:
         return EngineGoneError(f"the process that holds the engine ended: {reason}")
     cause = error.cause if isinstance(error, RayTaskError) else error

@@ -1,4 +1,4 @@
-"""One rank of a worker group: its share of the actor and of the reference policy, in a process of its own.
+"""One rank of a worker group: its shards of the actor and of the reference policy, in a separate process.
 
 Whoever starts the processes calls the same method on every rank, with the same arguments but for its share of a batch;
 all methods but `address` and `describe` are collective. What all ranks would return alike is returned by rank 0 only.
@@ -37,7 +37,7 @@ from verl_mt.workers.trainable import offload, onload
 from verl_mt.workers.worker_group import Publication, load_workers_state
 
 _BUCKET_BYTES = 2**28
-"""Weights that are gathered and sent at once; a larger layer is a bucket of its own."""
+"""Weights that are gathered and sent at once; a larger layer is a separate bucket."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Packed:
         return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
 
     def tensor(self) -> Tensor:
-        """In memory of its own."""
+        """In separate memory."""
         return torch.from_numpy(self.data.copy()).view(self.dtype).reshape(self.shape)
 
 
@@ -176,7 +176,7 @@ class RankWorker:
 
     @torch.no_grad()
     def publish(self, update: Publication, receivers: Mapping[int, Sequence[Receiver]]) -> list[VerlMTError | None]:
-        """Give the weights to the engines that get them from this rank; see `FromRanks`.
+        """Publish the weights to the engines that get them from this rank; see `FromRanks`.
 
         Waits for all ranks that gather weights, and for the engines of this rank.
 

@@ -174,7 +174,7 @@ def resolve_device(setup: WorkerSetup) -> WorkerSetup:
 
 
 def apart(setup: WorkerSetup) -> tuple[int, dict[str, float]] | None:
-    """(machines, what each must have) for engines with devices of their own; None = there are none."""
+    """(machines, what each must have) for engines on separate devices; None = there are none."""
     rollout = setup.config.rollout
     devices = keys_of(rollout).devices_apart
     if devices is None or not engines.lives_beside_ranks(rollout.name):
@@ -191,14 +191,14 @@ def packages_on_machines(rollout: RolloutConfig) -> tuple[str, ...]:
 
 
 def usable(setup: WorkerSetup) -> list[dict[str, Any]]:
-    """Of `ray.nodes()` those where a rank, or an engine with devices of its own, could be placed."""
+    """Of `ray.nodes()` those where a rank, or an engine on separate devices, could be placed."""
     separate = apart(setup)
     needs = [bundle(setup)] + ([separate[1]] if separate else [])
     return [node for node in ray.nodes() if node["Alive"] and any(_fits(node["Resources"], need) for need in needs)]
 
 
 def require_room(setup: WorkerSetup) -> None:
-    """Whether the cluster could ever hold the group, and beside it engines with devices of their own.
+    """Whether the cluster could ever hold the group, and beside it engines on separate devices.
 
     Raises:
         NoRoomError: too few machines that are large enough.
@@ -235,7 +235,7 @@ def require_room(setup: WorkerSetup) -> None:
 
 
 def _fits(machine: Mapping[str, float], needed: Mapping[str, float]) -> bool:
-    """Whether a machine, empty, has room for a bundle."""
+    """Whether a machine, empty, can hold a bundle."""
     return all(machine.get(kind, 0) >= number for kind, number in needed.items())
 
 

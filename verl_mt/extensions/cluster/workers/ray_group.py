@@ -87,7 +87,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []
         self._apart: PlacementGroup | None = None
-        """Of engines on devices of their own."""
+        """The placement of engines on separate devices."""
         self._names: list[str] = []
         self._broken: str | None = None
         self._gave = False
@@ -196,8 +196,8 @@ class RayWorkerGroup(WorkerGroup):
         if not self._apart.wait(_PLACEMENT_TIMEOUT_S):
             require_room(self._setup)  # a machine may have gone since it was asked
             raise WorkerError(
-                f"the Ray cluster had no room for engines on {nnodes} x {per_node} devices within "
-                f"{_PLACEMENT_TIMEOUT_S:.0f} s: its machines are large enough, but in use; `ray status` shows by whom"
+                f"the Ray cluster could not place engines on {nnodes} x {per_node} devices within "
+                f"{_PLACEMENT_TIMEOUT_S:.0f} s: its machines are large enough, but in use. `ray status` shows the usage"
             )
         for number in range(nnodes * per_node // ranks_per_engine):
             where = PlacementGroupSchedulingStrategy(
@@ -284,15 +284,15 @@ class RayWorkerGroup(WorkerGroup):
         self._group = self._apart = None
 
     def _place(self) -> None:
-        """Runs in the trainer's main thread. Waits until the cluster has room."""
+        """Runs in the trainer's main thread. Waits until the cluster can place the workers."""
         setup, placement = self._setup, self._setup.placement
         strategy = "STRICT_SPREAD" if placement.nnodes > 1 else "STRICT_PACK"
         self._group = placement_group([bundle(setup)] * placement.nnodes, strategy=strategy)
         if not self._group.wait(_PLACEMENT_TIMEOUT_S):
             require_room(setup)  # a machine may have gone since it was asked
             raise WorkerError(
-                f"the Ray cluster had no room for {placement.num_ranks} workers within {_PLACEMENT_TIMEOUT_S:.0f} s: "
-                "its machines are large enough, but in use; `ray status` shows by whom"
+                f"the Ray cluster could not place {placement.num_ranks} workers within {_PLACEMENT_TIMEOUT_S:.0f} s: "
+                "its machines are large enough, but in use. `ray status` shows the usage"
             )
         remote = ray.remote(RankWorker)
         for number in range(placement.num_ranks):
@@ -415,7 +415,7 @@ class RayWorkerGroup(WorkerGroup):
         raise failure from error
 
     def _explain(self, rank: int, error: Exception, doing: str) -> VerlMTError:
-        """An error of ours as it is; anything else with who it was, what it did and how to go on."""
+        """An error of verl_mt as it is; anything else with the rank, its call and how to go on."""
         if isinstance(error, RayTaskError) and isinstance(error.cause, VerlMTError):
             return error.cause
         name, total = self._names[rank], len(self._names)
@@ -468,8 +468,8 @@ _FORWARDED = (
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of this process's environment its workers get: all that torch, transformers and verl_mt read. Others
-    come from `ray start` or from the runtime environment of the job."""
+    """The environment variables that workers get from this process: all that torch, transformers and verl_mt read.
+    Others come from `ray start` or from the runtime environment of the job."""
     return {name: value for name, value in environment.items() if name.startswith(_FORWARDED)}
 
 

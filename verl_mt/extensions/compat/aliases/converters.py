@@ -78,7 +78,7 @@ scaled = _one_of(
 )
 swift_loss = _one_of(
     {name: name for name in SWIFT_LOSSES},
-    f"expected {', '.join(SWIFT_LOSSES)}; a loss of your own is a function, actor_rollout_ref.actor.policy_loss",
+    f"expected {', '.join(SWIFT_LOSSES)}; a custom loss is a function, actor_rollout_ref.actor.policy_loss",
 )
 cut_left = _one_of(
     {"left": "left", "delete": "error"}, "expected left or delete: other prompts than those have no place in a rollout"
@@ -393,7 +393,7 @@ def _off_policy_mask(items: list[Item]) -> list[Item]:
 
 
 def _low_rank_adapters(items: list[Item]) -> list[Item]:
-    """`--train_type lora` brings ms-swift's rank and alpha where none is given; beside `full` a rank means nothing."""
+    """`--train_type lora` brings ms-swift's rank and alpha where none is set; beside `full` a rank means nothing."""
     kinds = [item for item in items if item.alias in ("train_type", "tuner_type")]
     # The kind of training and a rank are two names of our one key, lora_rank: without this they would be a conflict.
     ranks = [item for item in items if item.key == MODEL + "lora_rank" and item not in kinds]
@@ -472,7 +472,7 @@ def verl_page() -> list[str]:
     lines = [
         "## verl's aliases",
         "",
-        "Read as keys of ours ([migrating from verl](migrating_from_verl.md)). So are the names of",
+        "Read as keys of verl_mt ([migrating from verl](migrating_from_verl.md)). So are the names of",
         "[slime](migrating_from_slime.md) and [ms-swift](migrating_from_ms_swift.md).",
         "",
         "| verl | here | |",

@@ -56,9 +56,9 @@ class Family:
     stand_ins: Mapping[str, Any] = field(default_factory=dict)
     """Our key -> the value in a file that is at its default there, where that default does not exist here."""
     class_prefix: str | None = None
-    """Begins the dotted paths of its classes: in a configuration file of its own, a `_target_` names one."""
+    """Begins the dotted paths of its classes: in its configuration files, a `_target_` names one."""
     config_folder: str | None = None
-    """Ends the path of its own configuration files, which no search path needs."""
+    """Ends the path of its configuration files, which no search path needs."""
     missing_files: Mapping[str, str] = field(default_factory=dict)
     """Part of the name of a configuration file that is not offered -> why."""
 
@@ -77,7 +77,7 @@ def aliases() -> dict[str, Alias]:
 
 @functools.cache
 def other_names() -> dict[str, str]:
-    """Name -> the key of ours that it sets; empty where there is none."""
+    """Name -> the verl_mt key that it sets; empty where there is none."""
     return {name: row.to for name, row in aliases().items()}
 
 

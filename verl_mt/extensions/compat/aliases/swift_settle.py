@@ -61,7 +61,7 @@ class _Flags:
         return default if item is None else item.value
 
     def take(self, *names: str) -> dict[str, Any]:
-        """Their values; they are settled by what the caller puts in their place."""
+        """Their values. The caller replaces them, which settles them."""
         found = {name: self._by_name.pop(name).value for name in names if name in self._by_name}
         self.outcome.items = [item for item in self.outcome.items if item.alias not in found]
         return found

@@ -172,7 +172,7 @@ def reply_to(
 
 
 def empty_reply(finish_reason: dict[str, Any], prompt_tokens: int = 0) -> dict[str, Any]:
-    """The reply where nothing was sampled: the engine went away, the time is over, or there was no room."""
+    """The reply where nothing was sampled: the engine went away, the time is over, or no token was left."""
     meta = {"finish_reason": finish_reason, "prompt_tokens": prompt_tokens, "completion_tokens": 0, "cached_tokens": 0}
     return {"text": "", "output_ids": [], "meta_info": meta | {"output_token_logprobs": []}}
 

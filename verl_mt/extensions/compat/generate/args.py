@@ -1,4 +1,4 @@
-"""What a generate or reward function of slime's kind is given: `args`, `GenerateState`, `sampling_params`."""
+"""Arguments of a generate or reward function of slime's kind: `args`, `GenerateState`, `sampling_params`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Runtime:
 
     @property
     def tokenizer(self) -> Any:
-        """A copy: functions run in a thread of their own, and a tokenizer may be set up by one thread only. Runs in any
+        """A copy: functions run in another thread, and a tokenizer may be set up by one thread only. Runs in any
         thread."""
         with self._lock:
             if self._tokenizer is None:
@@ -128,7 +128,7 @@ def runtime_of(args: Any) -> Runtime:
     """
     runtime = vars(args).get("_runtime") if hasattr(args, "__dict__") else None
     if not isinstance(runtime, Runtime):
-        raise TypeError(f"expected the args that a generate function is given, got {type(args).__name__}")
+        raise TypeError(f"expected the args of a generate function, got {type(args).__name__}")
     return runtime
 
 
@@ -153,7 +153,7 @@ class GenerateState:
 
 
 def sampling_dict(sampling: SamplingParams | RolloutConfig, limits: Limits | RolloutConfig) -> dict[str, Any]:
-    """`sampling_params` as a generate function gets them: a dict of its own for every call. Control tokens and stop
+    """`sampling_params` as a generate function gets them: a new dict for every call. Control tokens and stop
     strings stay in texts, as slime looks at them."""
     return {
         "temperature": sampling.temperature,
@@ -231,7 +231,7 @@ def _flags(config: Config) -> dict[str, Any]:
 
 
 def _setting(config: Config, key: str) -> Any:
-    """The value at a key of ours; None where a mapping on the way does not hold it."""
+    """The value at a verl_mt key; None where a mapping on the way does not hold it."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)

@@ -46,7 +46,7 @@ from verl_mt.user_code import CallTimeout, UserCode, is_async_callable
 _GRACE = 0.1
 """Share of its time for a function to end in after it was told that the time is over."""
 DEADLINE_S = 120.0
-"""Seconds after which a request is given up, its repetitions included."""
+"""Seconds after which a request fails, its repetitions included."""
 
 _GROUP_NAMES = ("group", "samples", "data_source", "data_buffer")
 """Second parameters of functions that roll out more than one sample: slime has such, and hooks for them."""
@@ -107,7 +107,7 @@ async def post(
 
 
 async def get(url: str) -> Any:
-    """The JSON (else the text) of a server of your own.
+    """The JSON (else the text) of the user's server.
 
     Raises:
         UserCodeError: no answer, or not a good one.

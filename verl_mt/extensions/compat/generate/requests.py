@@ -1,4 +1,4 @@
-"""The conversations that one call of a generate function has with the engine, each with a ledger of its own.
+"""The conversations that one call of a generate function has with the engine, each with its ledger.
 
 A function sends what it believes the conversation to be: as a text (`prompt + response`) or as ids. The part that was
 recorded is mapped to the recorded ids, whatever ids a tokenizer would choose for it; only what follows is encoded. So

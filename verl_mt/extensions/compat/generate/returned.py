@@ -71,7 +71,7 @@ async def settle(result: Any, conversations: CallConversations, path: str, args:
         return [_lost(samples[0], conversations.main.trajectory)]
     if not outcome:
         raise UserCodeError(
-            f"generate function {path}: all {len(samples)} Samples were given up ({lost} without tokens)"
+            f"generate function {path}: all {len(samples)} Samples were dropped ({lost} without tokens)"
         )
     dropped = (len(result) - len(samples) if isinstance(result, list) else 0) + lost
     for name, count in (("dropped_samples", dropped), ("unreturned_conversations", len(unmatched))):
@@ -81,7 +81,7 @@ async def settle(result: Any, conversations: CallConversations, path: str, args:
 
 
 def _divided(conversations: CallConversations, samples: Sequence[Sample]) -> list[RequestedConversation]:
-    """The conversations of a call; one of which several Samples hold turns of their own (a function that returns every
+    """The conversations of a call; one of which several Samples hold different turns (a function that returns every
     step as a Sample, each with all before it as its prompt) in as many parts, so that each Sample has one."""
     result: list[RequestedConversation] = []
     for conversation in conversations.items:
@@ -129,7 +129,7 @@ def _copy_until(record: TrajectoryRecord, end: int) -> TrajectoryRecord:
 
 
 def _part(conversation: RequestedConversation, first: int, last: int) -> RequestedConversation:
-    """Some turns of a conversation as one of their own, all before them its prompt. The part with the first turn keeps
+    """Some turns of a conversation as a new one, all before them its prompt. The part with the first turn keeps
     the trajectory's id."""
     session = conversation.session
     spans, whole = session.record.assistant_turns, session.trajectory
@@ -192,7 +192,7 @@ def _which(position: int, samples: Sequence[Sample]) -> str:
 
 
 def _lost(sample: Sample, trajectory: Trajectory) -> Trajectory:
-    """Given up by the function: what was sampled stays for people to look at, nothing is scored or trained."""
+    """Dropped by the function: sampled tokens stay for people to look at, nothing is scored or trained."""
     trajectory.stop_reason = StopReason.ABORTED if sample.status is Status.ABORTED else StopReason.ERROR
     trajectory.error = trajectory.error or f"the generate function set sample.status = {sample.status.value}"
     log.warning("%s: the generate function gave it up (%s)", trajectory.trajectory_id, sample.status.value)

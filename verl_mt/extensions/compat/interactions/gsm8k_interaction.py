@@ -23,7 +23,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The ground truth; nothing where a subclass begins in a way of its own."""
+        """The ground truth; nothing where a subclass begins differently."""
         own = type(self).start_interaction is Gsm8kInteraction.start_interaction
         return ("ground_truth",) if own else ()
 

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.migrate`: a launch command of verl, ms-swift or slime as one of ours.
+"""`python -m verl_mt.migrate`: a launch command of verl, ms-swift or slime as one of verl_mt.
 
 What it cannot carry over it lists with the reason; nothing is left out silently. The keys and reasons are those of the
 configuration itself: both read the tables of `verl_mt/extensions/compat/aliases/`.
@@ -66,7 +66,7 @@ _ENV_DROPPED = {
     "HYDRA_FULL_ERROR": "VERL_MT_TRACEBACK=1 shows tracebacks",
 }
 _ALSO = re.compile(r"\balso (?P<word>[\w.]+=\S+): (?P<why>.+)$")
-"""A note on a key of ours that is set beside what was given, so that it means the same."""
+"""A note on a verl_mt key that is set beside the command's options, so that they mean the same."""
 _OF_MACHINE = {"--node_rank", "--master_addr", "--master_port", "--machine_rank"}
 """Flags by which the commands of one run on several machines differ."""
 _TRUE_ALONE = {"fipo_clip_high_only"}
@@ -319,7 +319,7 @@ def _from_outside(found: Migration) -> list[str]:
 
 
 def _composing(found: Migration, yaml: Path | None) -> list[str]:
-    """What only the whole configuration shows; a variable that is not set here is given a number for the while."""
+    """What only the whole configuration shows; a variable that is not set here has a number meanwhile."""
     if yaml is None and any(f.startswith("-") for f in found.flags):
         found.notes.append("the YAML file that the command names is not here: run it with --cfg job where it is")
         return []
@@ -468,7 +468,7 @@ def _take(command: Command, launch: Launch, trained: list[list[str]]) -> None:
 
 
 def _again(name: str, words: list[str], before: list[str], launch: Launch) -> None:
-    """A second training command: that of a further machine, or a run of its own."""
+    """A second training command: that of a further machine, or a separate run."""
     first, second = _of_any_machine(before), _of_any_machine(words)
     if first == second:
         launch.notes.append(f"{name}: a further machine's command was left out; Ray starts its ranks")

@@ -312,14 +312,14 @@ def _schedule(given: _Given, launch: Launch) -> None:
 
 
 def _warmup(given: _Given, launch: Launch) -> None:
-    """`--warmup_steps` counts where both are given."""
+    """`--warmup_steps` counts where both are set."""
     if "warmup_ratio" in given and given.get("warmup_steps", ["0"]) != ["0"]:
         [ratio] = given.pop("warmup_ratio")
-        launch.dropped.append(f"--warmup_ratio {ratio}: --warmup_steps is given, and counts")
+        launch.dropped.append(f"--warmup_ratio {ratio}: --warmup_steps is set, and counts")
 
 
 def _prompt_length(given: _Given, launch: Launch) -> None:
-    """ms-swift takes prompts as long as the model does; here a prompt leaves room for an answer."""
+    """ms-swift takes prompts as long as the model does; here a prompt leaves tokens for an answer."""
     whole = _number(given, "vllm_max_model_len") or launch.model_length
     longest = _number(given, "max_length")
     if "max_length" not in given:
@@ -397,7 +397,7 @@ def _join_devices(launch: Launch) -> None:
 
 
 def _rows(given: _Given, launch: Launch) -> None:
-    """`--dataset name#500` is so many of its rows. The number is taken off, and so is what names the hub."""
+    """`--dataset name#500` is 500 of its rows. The number is taken off, and so is what names the hub."""
     for key in ("dataset", "val_dataset"):
         if key in given:
             names, found = _names_of(given[key])
@@ -459,8 +459,8 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(
-            "--async_generate true: there every rollout is by the weights of the step before; here of its own step, or "
-            "of at most one before with trainer.max_staleness=1 and engines on devices of their own"
+            "--async_generate true: there every rollout is by the weights of the step before; here by those of the "
+            "same step, or of at most one before with trainer.max_staleness=1 and engines on separate devices"
         )
     adapters = (_one(given, "tuner_type") or _one(given, "train_type") or "lora") == "lora"
     dropout = _one(given, "lora_dropout")

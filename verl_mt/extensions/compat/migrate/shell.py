@@ -316,7 +316,7 @@ def _expand(word: Word, script: Script) -> list[str]:
             script.spend(sum(map(len, items)) + len(items))
             return items
         if _ARGUMENTS.fullmatch(raw):
-            script.note(f"{raw}: what the script is given on its own command line goes behind the command")
+            script.note(f"{raw}: append the arguments of the script to the command")
             return []
         if word[0][0] == "expands" and (sequence := _SEQUENCE.fullmatch(_for_inside(raw, script))):
             return _numbers([int(number) for number in sequence[1].split()], script)

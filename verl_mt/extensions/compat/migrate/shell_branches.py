@@ -86,7 +86,7 @@ def execute(commands: list[list[Word]], script: Shell) -> None:
 
 
 def _call(function: Function, script: Shell) -> None:
-    """A function with the words of its call as $1 to $9; one that is not given is empty there."""
+    """A function with the words of its call as $1 to $9; one that the call lacks is empty there."""
     given = [script.fill(word) for word in function.given]
     before = dict(script.variables)
     script.variables |= {str(k + 1): given[k] if k < len(given) else "" for k in range(9)}

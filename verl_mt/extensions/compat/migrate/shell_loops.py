@@ -1,7 +1,7 @@
 """Launch commands that a script starts several times: in a loop, or in a function that it calls.
 
-One command of ours stands for one launch, so a loop over learning rates is refused. A function that is called once is
-read where it is called, with the words of the call as `$1`, `$2`, ...
+One command of verl_mt stands for one launch, so a loop over learning rates is refused. A function that is called once
+is read where it is called, with the words of the call as `$1`, `$2`, ...
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def take_functions(
         given = heads(calls[0])[1:]
         written = " ".join(raw(word) for words in [*body, given] for word in words)
         if raw(heads(calls[0])[0]) != name or _NOT_PUT_IN.search(written):
-            raise ConfigError(f"the launch command is started by {name} with words of its own: give one command")
+            raise ConfigError(f"the launch command is started by {name} with words of this call: give one command")
         functions[name] = Function(body, given)
         replaced.append((start, end, []))
     rest = list(commands)

@@ -23,7 +23,7 @@ from verl_mt.plugins import suggest
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LONGEST_PROMPT, SHORTEST_BOUND = 8192, 2048
-"""slime leaves no row out for its prompt; a bound that there has to be here is between these, as passes have room."""
+"""slime leaves no row out for its prompt; a bound that there has to be here is between these, as passes allow."""
 LONGEST_RESPONSE = 24576
 """Of all turns together, which slime does not bound: with the prompt, the 32768 tokens of most models."""
 NO_LAST_EPOCH = 1_000_000
@@ -32,8 +32,8 @@ _ROLLOUTS = "slime.rollout."
 _OWN_ROLLOUT = {"sglang_rollout.generate_rollout", "sglang_rollout"}
 _ASYNC_ROLLOUT = "fully_async_rollout.generate_rollout_fully_async"
 _SFT = "supervised training is python -m verl_mt.sft"
-_OWN_LOSS = "a loss of your own is actor_rollout_ref.actor.policy_loss (docs/your_own_algorithm.md)"
-_DISTILLS = "distillation from a teacher's log-probs is not offered; a reward of your own in reward.path can ask one"
+_OWN_LOSS = "a custom loss is actor_rollout_ref.actor.policy_loss (docs/your_own_algorithm.md)"
+_DISTILLS = "distillation from a teacher's log-probs is not offered; a custom reward in reward.path can call a teacher"
 _SLICED = re.compile(r"(?P<file>.+)@\[(?P<first>\d*):(?P<last>\d*)\]")
 _QUANTIZED = re.compile(r"[-_](?:fp8|int4|int8|w4a16|nvfp4|mxfp4|awq|gptq)$", re.IGNORECASE)
 _FULL = re.compile(r"[-_](?:bf16|fp16|hf)$", re.IGNORECASE)
@@ -41,7 +41,7 @@ _MEGATRON = re.compile(r"[-_](?:torch[-_]dist|mcore|megatron)$")
 
 
 class Flags:
-    """The flags of a command that nothing has settled yet, and where it is said what became of the others."""
+    """The flags of a command that nothing has settled yet, and the notes on the others."""
 
     def __init__(self, words: list[str], launch: Launch):
         self.left = {flag.removeprefix("--").replace("-", "_"): values for flag, values in by_flag(words)}
@@ -52,7 +52,7 @@ class Flags:
         return key in self.left
 
     def first(self, key: str) -> str | None:
-        """Its first value; None where it is not given or has none."""
+        """Its first value; None where it is not set or has none."""
         return next(iter(self.left.get(key, [])), None)
 
     def pop(self, key: str) -> str | None:
@@ -61,7 +61,7 @@ class Flags:
         return found
 
     def number(self, key: str) -> float | None:
-        """Of a variable its default, which is noted; None where it is not given, or only a shell knows it."""
+        """Of a variable its default, which is noted; None where it is not set, or only a shell knows it."""
         text = self.first(key)
         plain = None if text is None else without_variables(text)
         try:
@@ -107,7 +107,7 @@ def read_slime(words: list[str], name: str, launch: Launch) -> None:
     if name == "train_async.py":
         launch.changed.append(
             "train_async.py: there a step trains on rollouts of the step before; here on those by its own weights, or "
-            "by those of at most one before with trainer.max_staleness=1 and engines on devices of their own"
+            "by those of at most one before with trainer.max_staleness=1 and engines on separate devices"
         )
     for settle in (_own_settings, _model, _batches, _engines, _validation, _lengths, _data, _saving, _schedule, _loss):
         settle(flags)
@@ -116,7 +116,7 @@ def read_slime(words: list[str], name: str, launch: Launch) -> None:
 
 
 def _is_something_else(flags: Flags) -> bool:
-    """A command that does not train by reinforcement, or by a loop of its own: the one reason is enough."""
+    """A command that does not train by reinforcement, or by a custom loop: the one reason is enough."""
     path = flags.first("rollout_function_path") or ""
     own = path.removeprefix(_ROLLOUTS)
     if flags.first("loss_type") == "sft_loss" or own.startswith(("sft_rollout", "cpt_rollout")):
@@ -242,7 +242,7 @@ def _engines(flags: Flags) -> None:
         flags.add("trainer.placement=ray", "several ranks need it")
     if "colocate" in flags:
         flags.drop("rollout_num_gpus", "with --colocate engines have the actor's GPUs")
-    flags.change("rollout_num_gpus", "the engine lives beside the actor here (colocated); what is sampled is the same")
+    flags.change("rollout_num_gpus", "the engine lives beside the actor here (colocated); it samples the same")
     flags.change("deterministic_mode", "runs are repeated bit for bit with the engine local (trainer.deterministic)")
     for key in [key for key in flags.left if key.startswith("sglang_speculative_")]:
         flags.drop(key, "the engine samples without a draft model; only speed depends on it")
@@ -323,7 +323,7 @@ def _data(flags: Flags) -> None:
         flags.left["prompt_data"] = [file["file"]]
         flags.launch.overrides.append(f"data.train_max_samples={file['last']}")
     elif file is not None:
-        flags.refuse("prompt_data", "rows from the middle of a file; write them to a file of their own")
+        flags.refuse("prompt_data", "rows from the middle of a file; write them to a separate file")
     media = flags.first("multimodal_keys")
     template = flags.first("apply_chat_template_kwargs")
     if template is not None and template.startswith("{") and (made := _mapping(template)) is not None:
@@ -396,7 +396,7 @@ def _validation(flags: Flags) -> None:
 
 
 def _validation_file(flags: Flags) -> None:
-    """`--eval-config`: data sets, each with settings of its own; here all are sampled alike."""
+    """`--eval-config`: data sets, each with its settings; here all are sampled alike."""
     path = flags.left.pop("eval_config")[0]
     if not Path(path).is_file():
         flags.launch.changed.append(f"--eval-config {path}: the file is not here; name its data in data.val_files")
@@ -430,7 +430,7 @@ def _saving(flags: Flags) -> None:
         flags.add("trainer.save_freq=-1", "slime saves where it is told")
     flags.add("trainer.max_actor_ckpt_to_keep=null", "slime keeps every checkpoint")
     if "num_rollout" in flags:
-        flags.drop("num_epoch", "--num-rollout counts where both are given")
+        flags.drop("num_epoch", "--num-rollout counts where both are set")
         flags.add(f"trainer.total_epochs={NO_LAST_EPOCH}", "--num-rollout alone ends a run")
     if "skip_eval_before_train" in flags:
         flags.left.pop("skip_eval_before_train")

@@ -28,8 +28,8 @@ _NEEDED = {
     "fp4_format": "weights are multiplied in FP4",
     "use_routing_replay": "experts are chosen again as they were",
     "use_rollout_routing_replay": "experts are chosen as the engine chose them",
-    "custom_model_provider_path": "a function of your own makes the Megatron model",
-    "megatron_config_path": "roles have Megatron settings of their own",
+    "custom_model_provider_path": "a custom function makes the Megatron model",
+    "megatron_config_path": "roles have separate Megatron settings",
 }
 _NONZERO = {
     "moe_aux_loss_coeff": "a loss balances the experts",

@@ -158,7 +158,7 @@ def _without_unused(words: Sequence[str], values: dict[str, Any], dropped: list[
 
 
 def _defaults_beside(values: dict[str, Any], default_mode: str) -> dict[str, str]:
-    """Words for verl's defaults that count only beside something that was given -> why."""
+    """Words for verl's defaults that count only beside another key that is set -> why."""
     words, rollout = {}, "actor_rollout_ref.rollout"
     ranks = str(values.get("trainer.n_gpus_per_node", ""))
     if ENV.search(ranks) and "trainer.placement" not in values:

@@ -42,7 +42,7 @@ _MACRO = re.compile(r"\\([A-Za-z]+|.)\s*", re.DOTALL)
 _THOUSANDS = re.compile(r"(\d),(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"-?[0-9]+.?/0*[1-9][0-9]*.?")
 _READABLE = re.compile(r"[0-9a-z+\-*/^().,!\[\] ]*")
-"""What sympy is given: nothing that names an attribute, a text or an item of anything."""
+"""Texts that sympy gets: nothing that names an attribute, a text or an item of anything."""
 _DANGEROUS = re.compile(r"[a-z]\.|\.[a-z]|\.\.|\d{4,}!|[!)\]]!|\^[0-9]+\^|\^[0-9][0-9]+|\^[({]")
 MAX_EXPRESSION = 1000
 """A longer expression is not looked at; two texts of that length may still be the same."""

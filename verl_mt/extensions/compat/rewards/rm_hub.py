@@ -32,7 +32,7 @@ from verl_mt.extensions.compat.slime_sample import Sample
 from verl_mt.plugins import suggest
 
 DAPO_TAIL = 300
-"""An answer is looked for in so many last characters."""
+"""Characters at the end in which an answer is looked for."""
 _TRIES = 10
 _CHOICE = (
     re.compile(r"(?:answer|option|choice)\s*(?:is|:)?\s*([A-Z])", re.IGNORECASE),
@@ -97,7 +97,7 @@ class RuleReward:
         if plain not in RULES:
             raise ConfigError(
                 f"{where}: got {name!r}{suggest(plain, RULES)}; known: {', '.join(RULES)}, remote_rm, and boxed_... of "
-                "each. For another one name a function of your own in reward.path"
+                "each. For another rule name a custom function in reward.path"
             )
         return RULES[plain]
 
@@ -266,5 +266,5 @@ RULES: dict[str, Callable[[str, Sample], float | dict[str, Any]]] = {
 }
 """Type -> its rule."""
 _NOT_HERE = {
-    "ifbench": "IFBench's checks of instructions are a package of their own; call it from a function in reward.path",
+    "ifbench": "IFBench's checks of instructions are a separate package; call it from a function in reward.path",
 }

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum is the score, and each is a number of its own in metrics and rows."""
+"""Several rewards as one: their weighted sum is the score, and each is a separate number in metrics and rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WeightedSum(Reward):
         repeated = sorted({name for name in self.names if self.names.count(name) > 1 or name in RESERVED_PARTS})
         if repeated:
             raise ConfigError(
-                f"reward.kwargs.rewards: each part needs a name of its own, other than {', '.join(RESERVED_PARTS)}; "
+                f"reward.kwargs.rewards: each part needs a distinct name, other than {', '.join(RESERVED_PARTS)}; "
                 f"got {', '.join(repeated)} from {', '.join(paths)}. The name is the last word of the path"
             )
         own = dict(kwargs or {})

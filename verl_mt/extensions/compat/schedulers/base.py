@@ -173,7 +173,7 @@ class MultiTurnScheduler:
 
 
 def append_completion(messages: list[Message], text: str) -> None:
-    """Write a sampled turn into the messages: behind an unfinished assistant message, or as one of its own."""
+    """Write a sampled turn into the messages: behind an unfinished assistant message, or as a new one."""
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("content"):
         messages.pop()
     if messages and messages[-1]["role"] == "assistant":

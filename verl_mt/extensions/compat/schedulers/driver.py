@@ -57,7 +57,7 @@ CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.scheduler"
 
 
 _NOT_CALLED = {
-    "async_infer": "each conversation has a run of its own, so that work which several requests share is done in run",
+    "async_infer": "run is called once per conversation: do work that several requests share in run",
     "get_response_token_data": "a turn's ids are recorded as they were sampled; step returns response_token_ids",
     "append_assistant_completion": "what a turn adds to the messages is the run's business; step may change them",
     "set_assistant_message_token_ids": "sampled ids are kept by the ledger, and never encoded again",
@@ -225,7 +225,7 @@ class SchedulerDriver(RolloutDriver):
 
 
 def make_request(episode: Episode) -> RolloutInferRequest:
-    """A request of its own for one trajectory: messages, media and the row's other columns in `data_dict`.
+    """A new request for one trajectory: messages, media and the row's other columns in `data_dict`.
 
     Raises:
         DataError: the row's column `data_dict` or `objects` is no mapping.
@@ -283,7 +283,7 @@ def take_outputs(conversation: SchedulerConversation, returned: Any) -> None:
         turn = _turn_of(conversation, output)
         if turn <= last:
             raise conversation.error(
-                "run", f"its outputs must end in turns of their own, in order; got turn {turn} after turn {last}"
+                "run", f"its outputs must end in different turns, in order; got turn {turn} after turn {last}"
             )
         if not output.whole:
             _take(conversation, output, last, turn)

@@ -190,7 +190,7 @@ GymScheduler = GYMScheduler
 
 
 async def _call(method: Any, *args: Any) -> Any:
-    """Plain methods run in threads: an environment that thinks holds up nobody else. Runs on the scheduler's loop.
+    """Plain methods run in threads: a slow environment delays no other. Runs on the scheduler's loop.
     Waits for the environment."""
     if inspect.iscoroutinefunction(method):
         return await method(*args)

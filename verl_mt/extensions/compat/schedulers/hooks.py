@@ -1,6 +1,6 @@
 """One trajectory between its scheduler and its session.
 
-The scheduler's code may run on a thread or a loop of its own; the session lives on the rollout's loop. Everything that
+The scheduler's code may run on another thread or loop; the session lives on the rollout's loop. Everything that
 touches the session goes through `infer`, which crosses over.
 """
 

@@ -1,7 +1,7 @@
 """The schedulers that ship with the library, and the registry that finds schedulers by name.
 
 - `math_tip_trick` and `math_tip_trick_multi_turn` tell a model that its answer is wrong: inside its own message, or in
-  a turn of its own. Both need the row's `solution` (its ground truth stands in for it), and give a tip at most
+  a new turn. Both need the row's `solution` (its ground truth stands in for it), and give a tip at most
   `max_tips` times.
 - `thinking_tips_scheduler`: the same for models that think, and forget in production what they thought before.
 - `tool_call_scheduler`: ReAct. The model writes an action, the result is put behind it, the model goes on writing.

@@ -21,7 +21,7 @@ from verl_mt.plugins import Registry
 
 Messages = list[Message]
 
-_REWARD_MODEL = "a reward model is a server that a reward asks (reward.path=llm_judge, or an async reward of your own)"
+_REWARD_MODEL = "a reward model is a server that a reward asks (reward.path=llm_judge, or a custom async reward)"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class VllmEngine(TransformersEngine):
 
 
 class GRPOVllmEngine(TransformersEngine):
-    """The type of `infer_engine` in annotations; a scheduler is given its engine before its first hook."""
+    """The type of `infer_engine` in annotations; a scheduler gets its engine before its first hook."""
 
 
 class GenRMPlugin(DefaultRMPlugin):

@@ -231,7 +231,7 @@ def _walk(step: StepReplay) -> list[_Piece]:
 
 
 def _who_held(step: StepReplay, pieces: list[_Piece]) -> list[_Piece]:
-    """In a lock step: what waits in the engine waits for whom? Replaces such time by the spans it was waited for."""
+    """In a lock step, a wait in the engine waits for spans of others. Replaces such time by these spans."""
     outside = sorted((s for s in step.spans if s.span.phase in OUTSIDE), key=lambda s: s.interval)
     found: list[_Piece] = []
     for span, phase, start, end in pieces:
@@ -341,7 +341,7 @@ def closing_words(folder: Path) -> list[tuple[str, str]]:
     most = max(saved, key=lambda what: sum(saved[what]))
     total = sum(line["time/step_s"] for line in held)
     worst = max(held, key=lambda line: line["critical_path/saving_s"])
-    nobody = "" if sum(saved[most]) >= _WORTH_NAMING * total else "nobody for long; most by "
+    nobody = "" if sum(saved[most]) >= _WORTH_NAMING * total else "nobody for 5% of the time; most by "
     return [
         ("rollouts spent", _mean_shares(held)),
         (

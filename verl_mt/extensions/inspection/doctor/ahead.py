@@ -10,7 +10,7 @@ With k steps ahead
 
 where an engine computes for one step after the other, and conversations of several steps wait for their tools side by
 side. Where engine and trainer have one device, what both compute adds up: a step takes at least E + U. So this is what
-waiting costs, at best: an engine that gets larger batches is faster than said, one that is held up by a trainer on the
+waiting costs, at best: an engine that gets larger batches is faster than said, one that is delayed by a trainer on the
 same cores slower.
 """
 
@@ -61,7 +61,7 @@ def measured_steps(run: str | Path) -> list[MeasuredStep]:
     for line in (line for file in files for line in read_jsonl_tolerant(file)):
         lines[line["step"]] = lines.get(line["step"], {}) | line
     if config.get("trainer", {}).get("max_staleness"):
-        raise DataError(f"{run / 'config.yaml'}: this run sampled ahead already; give one with trainer.max_staleness=0")
+        raise DataError(f"{run / 'config.yaml'}: this run was asynchronous; name one with trainer.max_staleness=0")
     found = []
     for file in row_files(run):
         seconds = lines.get(file.step, {}).get("time/step_s")
@@ -76,7 +76,7 @@ def measured_steps(run: str | Path) -> list[MeasuredStep]:
 
 
 def seconds_ahead(steps: Sequence[MeasuredStep], max_staleness: int, *, one_device: bool) -> float:
-    """Seconds of a step, on average, once so many are sampled ahead.
+    """Seconds of a step, on average, in asynchronous training.
 
     Args:
         steps: of a synchronous run.
@@ -108,7 +108,7 @@ def table(run: str | Path, bounds: Iterable[int] = _BOUNDS) -> str:
     lines = [
         f"{run}: {len(steps)} synchronous steps of {now:.2f} s: {sampling:.2f} s the engine samples, "
         f"{rollout - sampling:.2f} s all wait for what is outside of it, {training:.2f} s of training and the rest",
-        "trainer.max_staleness   engine on devices of its own   engine and trainer on one device",
+        "trainer.max_staleness   engine on separate devices     engine and trainer on one device",
     ]
     for bound in (0, *bounds):
         apart, shared = (seconds_ahead(steps, bound, one_device=one) for one in (False, True))
@@ -131,7 +131,7 @@ def _turns(rows: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Their union; given in order of their begin."""
+    """Their union; they come in order of their begin."""
     found: list[tuple[float, float]] = []
     for start, end in intervals:
         if found and start <= found[-1][1]:

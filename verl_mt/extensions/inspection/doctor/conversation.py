@@ -103,7 +103,7 @@ def tool_calls(subject: Subject) -> Iterator[Finding]:
     rollout, chat = subject.rollout, subject.known_chat
     driven = rollout.custom_generate_function_path or rollout.agent_function_path
     if subject.tools is None or driven or not is_multi_turn(rollout):
-        yield ok("no calls to read" if driven is None else "the function of your own reads them")
+        yield ok("no calls to read" if driven is None else "your function reads them")
         return
     name = rollout.multi_turn.tool_parser
     note = require_parser(chat, name, get_parser(name))
@@ -313,7 +313,7 @@ def _failing_tool(subject: Subject, name: str, share: str, answer: str) -> Findi
     if first != second and again[0] != answer and not _UNREACHABLE.search(answer):
         return not_looked_at(
             f"tool {name}: calls with made-up arguments failed, {first} with {answer[:200]}; --demos FILE calls it "
-            "with arguments of your own"
+            "with your arguments"
         )
     return warning(
         f"tool {name}: {share} calls failed{'' if first == second else ', whatever the arguments'}: {answer[:200]}",

@@ -44,7 +44,7 @@ class _Demo:
 def demonstrations(subject: Subject) -> Iterator[Finding]:
     """Those of `--demos` fit the limits, their calls run, and the reward pays them."""
     if subject.demos is None:
-        yield ok("none are given (--demos FILE: conversations through the real tools and the reward)")
+        yield ok("none (--demos FILE runs conversations through the real tools and the reward)")
         return
     demos = list(_read(subject, subject.demos))
     few = demos[:_MOST]
@@ -169,7 +169,7 @@ def _calls(subject: Subject, demos: Sequence[_Demo], played: Sequence[Trajectory
 def _rewards(subject: Subject, demos: Sequence[_Demo], played: Sequence[Trajectory]) -> Iterator[Finding]:
     scored = [(d, t) for d, t in zip(demos, played) if t.reward is not None and d.prompt.row.ground_truth is not None]
     if not scored:
-        yield ok("none asks what a row of the data asks, or has a ground truth of its own: nothing to reward")
+        yield ok("none has the prompt of a data row or a ground truth: nothing to reward")
         return
     values = [earned(trajectory) for _, trajectory in scored]
     best = max(values)

@@ -29,8 +29,8 @@ from verl_mt.rollout.prompts import Prompt
 _NOTHING = "I do not know."
 _ROWS_PER_SOURCE, _SOURCES = 2, 4
 _WRONG_FORMS = 3
-"""A wrong answer is tried in so many, those that pay best with the truth in them; in the one that pays least, and in
-what the prompt asks for."""
+"""Forms in which a wrong answer is tried, those that pay best with the truth in them; in the one that pays least, and
+in what the prompt asks for."""
 _SAME = 1e-9
 
 
@@ -133,8 +133,8 @@ class _Inquiry:
             also = f", also for {listing(map(shown, asked))}, which the prompt asks for" if asked else ""
             yield warning(
                 f"the reward is {values[0]:.4g} for every answer: right, wrong and none{also} ({told})",
-                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE asks it "
-                "about conversations of your own",
+                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE shows "
+                "it your conversations",
             )
         elif better:
             yield warning(
@@ -148,8 +148,8 @@ class _Inquiry:
             yield warning(
                 f"the reward is the same for right and wrong answers, {min(values):.4g} to {max(values):.4g} by their "
                 f"form ({told})",
-                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE asks it "
-                "about conversations of your own",
+                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE shows "
+                "it your conversations",
             )
 
     def _asked_for_another(

@@ -66,13 +66,13 @@ def forgotten(subject: Subject) -> Iterator[Finding]:
     data, path = config.data, config.actor_rollout_ref.model.path
     if data.train_files == _DEFAULT_TASK and data.train_max_samples < 0:
         yield error(
-            "data.train_files is not given: without it a run would be the default task's made-up arithmetic",
+            "data.train_files is not set: without it the run trains on the default task's made-up arithmetic",
             "name your rows in data.train_files (.parquet, .jsonl or .json); for the default task leave --config-name "
             "out",
         )
     elif data.train_files != _DEFAULT_TASK and path == _SHIPPED and given and _MODEL not in given:
         yield warning(
-            f"{_MODEL} is not given: the run would train the shipped model of 0.9M parameters, made for one task, on "
+            f"{_MODEL} is not set: the run would train the shipped model of 0.9M parameters, made for one task, on "
             f"{_named(data.train_files)}",
             f"name your model's folder or hub name; {_MODEL}={_SHIPPED} says that it is meant",
         )

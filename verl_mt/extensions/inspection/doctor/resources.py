@@ -249,7 +249,7 @@ class Demand:
     offloaded."""
     activation_bytes: float
     cache_bytes: float
-    """Of the local engine: keys and values, and the weights of its own where it samples during training."""
+    """Of the local engine: keys and values, and its copy of the weights where it samples during training."""
     pass_bytes: float = 0.0
     """Whole weights that a pass gathers from the other ranks: the root (embeddings, head) and two layers, with the
     gradients of one."""
@@ -314,7 +314,7 @@ def _root_and_layer(subject: Subject) -> tuple[int, int]:
 
 
 def _others(subject: Subject) -> float:
-    """Bytes on a rank's device that are no tensor of its own."""
+    """Bytes on a rank's device that are not its tensors."""
     rollout = subject.rollout
     on_gpu = subject.config.trainer.device != "cpu" and (torch.cuda.is_available() or not subject.samples_from_policy)
     context = _CONTEXT_BYTES["cuda" if on_gpu else "cpu"]

@@ -40,7 +40,7 @@ class Talk:
 
     prompt: Prompt
     turns: Sequence[Sequence[int]]
-    """Ids, each with its end of turn; who is asked once more says the last one again."""
+    """Ids, each with its end of turn. The last turn repeats if more are wanted."""
 
 
 class Stage:

@@ -27,9 +27,9 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def keys(subject: Subject) -> Iterator[Finding]:
-    """Every key that was given means something in a run of this configuration."""
+    """Every key that is set has an effect in a run of this configuration."""
     reject_unused_keys(subject.config)
-    yield ok(f"{len(explicit_keys(subject.config))} given; what means nothing here is at rest")
+    yield ok(f"{len(explicit_keys(subject.config))} set, each has an effect")
 
 
 def plugins(subject: Subject) -> Iterator[Finding]:

@@ -229,7 +229,7 @@ class StepTime:
         return self.rollout_s + self.ref_s + self.update_s + self.weights_s + self.rest_s
 
     def ahead_s(self, max_staleness: int, *, one_device: bool) -> float:
-        """Of a step whose conversations began `trainer.max_staleness` updates before its own: they have so many steps
+        """Of a step whose conversations began `trainer.max_staleness` updates before its own: they have this many steps
         more for their waits, and neither engine nor trainer does the work of two steps at once (`ahead.py` says it of
         steps that were measured, which are not all alike).
 
@@ -322,7 +322,7 @@ def decoding_steps(work: Work) -> float:
 
 
 def engine_flops(model: Model, work: Work) -> float:
-    """All multiplications and additions of a rollout: what is sampled and what is read in."""
+    """All multiplications and additions of a rollout: decode and prefill."""
     prefill = work.prompt_tokens / work.samples_per_prompt + work.observation_tokens
     sampled = work.sampled_tokens * model.flops(work.context)
     return work.trajectories * (sampled + prefill * model.flops(work.prompt_tokens / 2))

@@ -1,9 +1,9 @@
 """One rollout row as the page needs it: a line of the table, and the details of an opened conversation.
 
 The details have the *blocks* of each record: which of its tokens say which message. A record knows its prompt,
-assistant and observation spans. Inside what was given, messages are found by their text; what the template writes
+assistant and observation spans. In prompts and observations, messages are found by their text; what the template writes
 around a message belongs to that message's block, its end-of-turn token included. Where it writes much, such as the list
-of the tools, that is a block of its own, so that the question stands in its own one.
+of the tools, that is a separate block, so that the question stands in another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "
 _PROBE = 40
 """Characters of a message's beginning and end that it is found by."""
 _MUCH = 200
-"""Characters of a template's own between two messages that are a block of their own."""
+"""Characters of the template between two messages that make a separate block."""
 _QUESTION, _ANSWER, _TRUTH = 120, 80, 80
 """Characters of these in the table; the details have the whole."""
 
@@ -278,7 +278,7 @@ def blocks_of(
 
 
 def _split(span: Mapping[str, Any], pieces: list[str], given: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """The blocks of one span of given tokens."""
+    """The blocks of one span of prompt or observation tokens."""
     text = "".join(pieces)
     starts = [0, *accumulate(len(piece) for piece in pieces)]
     found: list[tuple[Mapping[str, Any], int, int]] = []

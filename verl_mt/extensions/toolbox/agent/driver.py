@@ -5,7 +5,7 @@
         ...                                  # tools, loops, frameworks: whatever the agent does
         return {"answer": ...}               # reaches the reward as extra_info["rollout_infos"]["agent"]
 
-Each call of the function has a URL of its own, and what it asks there is one trajectory. A request whose messages go on
+Each call of the function has a separate URL, and its requests there are one trajectory. A request whose messages go on
 where the last answer ended extends the record: what was sampled stays as it was sampled, and only the new messages are
 encoded. Any other history (compacted, edited, another tool list, a sub-agent's) opens a new record of the same
 trajectory, so every sampled token is trained once, in the context in which it was sampled.
@@ -48,7 +48,7 @@ KEY = "actor_rollout_ref.rollout.agent_function_path"
 
 
 class AgentDriver(RolloutDriver):
-    """Runs the function once per episode, behind a URL of its own.
+    """Runs the function once per episode, behind a separate URL.
 
     Args:
         path: of the function, `package.module:function` or `file.py:function`; `async def` or a plain `def` (which

@@ -24,7 +24,7 @@ __all__ = ["EditableSession", "session_of"]
 
 @dataclass(frozen=True)
 class _Edits:
-    """What the next turn reads besides queued messages. Not recorded before there is room for all of it.
+    """What the next turn reads besides queued messages. Not recorded before all of it fits.
 
     Frozen: to put the edits back, keep the object (`unless_refused`).
     """

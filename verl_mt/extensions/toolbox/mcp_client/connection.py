@@ -335,7 +335,7 @@ class McpConnection:
             except TimeoutError:
                 if client is self._client:
                     logger.warning(
-                        "MCP server %r answered neither a call nor tools/list within %g s: connecting anew",
+                        "MCP server %r answered neither a call nor tools/list within %g s: reconnecting",
                         self.name,
                         self._connect_timeout_s,
                     )
@@ -386,7 +386,7 @@ class McpConnection:
         logger.warning("MCP server %r is down: %s; the next attempt is in %g s", self.name, why, self._pause_s)
 
     async def _own(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
-        """Holds the connection open. A task of its own: what a transport opens must be closed by the same task."""
+        """Holds the connection open. A separate task: what a transport opens must be closed by the same task."""
         client: Any = None
         stderr = StderrTail()
 

@@ -32,7 +32,7 @@ class McpServer(ToolSettings):
     auth_token: str | None = None
     """Short for the header `Authorization: Bearer ...`."""
     transport: Literal["stdio", "http", "streamable-http", "streamable_http"] | None = None
-    """Only said, not needed: what is given decides."""
+    """Not needed: the other keys decide."""
 
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:

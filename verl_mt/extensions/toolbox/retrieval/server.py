@@ -34,7 +34,7 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(passages: Sequence[Passage], index: Index, *, method: str, default_topk: int = 3) -> FastAPI:
-    """The application; run it with uvicorn, or mount it in one of your own.
+    """The application; run it with uvicorn, or mount it in your application.
 
     Args:
         passages: what the positions of `index` mean.

@@ -129,7 +129,7 @@ class LLMJudge(Reward):
             ) from error
 
     async def grade(self, prompt: str) -> float:
-        """The judge's score for a prompt, on its own scale. Rewards of your own may call it.
+        """The judge's score for a prompt, on its own scale. Your rewards may call it.
 
         Raises:
             _Refused, _Unavailable: no score; says why.
@@ -298,7 +298,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if not numbers or not scale[0] < scale[1]:
         problems.append(f"scale is {scale!r}: expected two numbers, the worst score and the best")
     if settings["rubric"] and settings["rubric_file"]:
-        problems.append("rubric and rubric_file are both given: leave one of them out")
+        problems.append("rubric and rubric_file are both set: remove one of them")
     elif isinstance(settings["rubric_file"], str) and settings["rubric_file"]:
         file = Path(settings["rubric_file"]).expanduser()
         if file.is_file():

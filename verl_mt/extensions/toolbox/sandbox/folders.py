@@ -1,4 +1,4 @@
-"""Where interpreters put their files: one folder per process of ours, which is gone after it, however it ended.
+"""Where interpreters put their files: one folder per verl_mt process, which is gone after it, however it ended.
 
 What lies there was made by model-written code: thousands of levels, links, folders without permissions. So nothing here
 recurses, follows a link, or lets such a folder end a run.
@@ -54,7 +54,7 @@ def remove_folder(folder: str, ends: float | None = None) -> None:
 @lru_cache
 def _say_once(reason: str, folder: str) -> None:
     logger.warning(
-        "%s, which model-written code left behind, could not be removed (%s); it takes nothing but room, so delete it "
+        "%s, which model-written code left behind, could not be removed (%s); it only takes disk space, so delete it "
         "by hand", folder, reason,
     )  # fmt: skip
 

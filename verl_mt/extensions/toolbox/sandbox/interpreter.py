@@ -1,4 +1,4 @@
-"""Python interpreters that run model-written code, each in a locked-in process of its own (`jail.py`).
+"""Python interpreters that run model-written code, each in a separate, locked-in process (`jail.py`).
 
 Isolation is Landlock for files, a seccomp allow-list for everything else, resource limits for memory, and a clock here:
 no privileges, no container runtime and no installed program are needed, and it works in an ordinary container.
@@ -28,7 +28,7 @@ from verl_mt.extensions.toolbox.sandbox.seccomp import build_filter
 _JAIL = str(Path(__file__).with_name("jail.py"))
 _START_S = 60.0
 _LOOK_S = 0.05
-"""How often the room that its files take is looked at while code runs. A look that takes long is a rare one."""
+"""How often the disk space of its files is checked while code runs. A look that takes long is a rare one."""
 _MAX_REPLY = 4096
 _FLOOD = 256
 """A process that prints this many times what is kept is killed: reading it would cost this process its time."""

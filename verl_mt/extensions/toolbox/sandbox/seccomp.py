@@ -172,7 +172,8 @@ _FCNTL = (0, 1, 2, 3, 4, 5, 36, 1030, 1032)
 """Duplicating, flags, asking for locks; not F_SETOWN and F_SETSIG, which send signals to others."""
 _LOCKING = (6, 7, 37, 38)
 """F_SETLK, F_SETLKW and F_OFD_SETLK, F_OFD_SETLKW. A lock on a library's file is seen by every other interpreter, so
-that code could pass answers on. Nobody shares the files of its own folder: a lock there (sqlite3) may do nothing."""
+that code could pass answers on. Nobody shares the files of an interpreter's folder: a lock there (sqlite3) may
+do nothing."""
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _AF_UNIX = 1

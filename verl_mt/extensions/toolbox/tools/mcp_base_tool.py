@@ -100,7 +100,7 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text, image=images or None), 0.0, metrics
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """End what the trajectory has of its own at the server."""
+        """End the trajectory's state at the server."""
         await self._states.leave(self._trajectory(instance_id), instance_id)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
 """Asking a search service: settings, cache and client, shared by the search tool and by custom generate functions.
 
-Two services: one of one's own that speaks Search-R1's protocol (`python -m verl_mt.retrieval` does)::
+Two services: your server that speaks Search-R1's protocol (`python -m verl_mt.retrieval` does)::
 
     POST {"queries": [...], "topk": 3, "return_scores": false}
     -> {"result": [[{"contents": "Title\\nText", ...}, ...], ...]}        # or [[{"document": {...}, "score": 1.0}]]
@@ -163,7 +163,7 @@ class CoalescingCache(Generic[T]):
             raise ValueError(f"max_entries must be at least 0, got {max_entries}")
         self.max_entries = max_entries
         self.hits = 0
-        """Answers that needed no call of their own: kept ones, and those that another caller was waiting for."""
+        """Answers that needed no separate call: kept ones, and those that another caller was waiting for."""
         self.misses = 0
         """Calls that were made, failed ones included."""
         self._kept: OrderedDict[Hashable, T] = OrderedDict()
@@ -252,7 +252,7 @@ class SearchResult:
     documents: tuple[str, ...]
     """Passages, best first; the first line is the title."""
     hit: bool
-    """Whether it came without a request of its own."""
+    """Whether it came without a separate request."""
 
     @property
     def text(self) -> str:
