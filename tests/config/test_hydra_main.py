@@ -46,6 +46,7 @@ def conf(tmp_path, monkeypatch):
         "algo/rloo": "# @package _global_\nalgorithm: {adv_estimator: rloo}\n",
         "algo/bad": "# @package _global_\nalgorithm: {adv_estimatr: rloo}\n",
         "experiment/big": "# @package _global_\ndefaults: [{override /algo: rloo}]\ndata: {val_seed: 5}\n",
+        "experiment/sweep": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {trainer.seed: '1,2'}}}\n",
         "searching": "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [more]}\n",
         "parts/seeds": "seed: 77\n",
         "packaged": "defaults: [ppo_trainer, parts@trainer: seeds, algorithm: rloo, _self_]\ndata: {seed: 8}",
@@ -225,6 +226,10 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
         (["-m", "data.seed=1,2", "hydra/launcher=basc"], "It has basic. Did you mean hydra/launcher=basic?\n"),
         (["-m", "data.seed=1,2", "hydra/launcher=joblob"], "has no file joblob.yaml. It has basic\n"),
         (["-m", "reward.kwargs.api_key=sk-aaaaaaaaaaaaaaaaaaaa1,b"], "cannot be swept"),
+        (["-m", "data.seed=1,2", f"+hydra.job.env_set.MY_KEY_TOKEN={KEY}"], "MY_KEY_TOKEN holds a secret"),
+        (["-m", "data.seed=1,2", f"hydra.sweep.dir=https://me:{KEY}@host"], "hydra.sweep.dir holds a secret"),
+        (["experiment=sweep", "trainer.default_local_dir=x"], "Set hydra.sweep.dir instead"),
+        (["hydra.mode='MULTIRUN'", "trainer.default_local_dir=x"], "Set hydra.sweep.dir instead"),
         (["hydra/job_logging=nothing"], "the group hydra/job_logging has no file nothing.yaml"),
         (["algo=rlo"], "the group algo has no file rlo.yaml. It has bad, grpo, rloo. Did you mean algo=rloo?"),
         (["-m", "algo=grpo,rlo"], "algo=rlo (command line): the group algo has no file rlo.yaml"),
@@ -265,12 +270,20 @@ def test_the_run_directory_is_hydras(conf, words):
     assert Path(str(run(*conf, *words).trainer.default_local_dir)) == Path("out/data.seed=4").absolute()
 
 
-def test_the_run_directory_of_a_yaml_file(conf):
-    with Path("conf/mine.yaml").open("a") as file:
-        file.write("hydra: {run: {dir: from_yaml}}\n")
+@pytest.mark.parametrize("name", ["mine", "packaged"])
+def test_the_run_directory_of_a_yaml_file(conf, name):
+    with Path(f"conf/{name}.yaml").open("a") as file:
+        file.write("\nhydra: {run: {dir: from_yaml}}\n")
     wanted = str(Path("from_yaml").absolute())
-    assert run(*conf).trainer.default_local_dir == wanted
-    assert compose(config_name="mine", config_dir="conf").trainer.default_local_dir == wanted
+    assert run("-cp", "conf", "-cn", name).trainer.default_local_dir == wanted
+    assert compose(config_name=name, config_dir="conf").trainer.default_local_dir == wanted
+
+
+def test_a_sweep_with_a_secret_among_hydras_keys_of_a_file_is_refused(conf, capsys):
+    with Path("conf/mine.yaml").open("a") as file:
+        file.write(f"hydra: {{job: {{env_set: {{MY_TOKEN: {KEY}}}}}}}\n")
+    assert "hydra.job.env_set.MY_TOKEN holds a secret" in refused(capsys, *conf, "-m", "data.seed=1,2")
+    assert not Path("runs").exists()
 
 
 def test_a_job_changes_into_the_run_directory(conf, tmp_path):
@@ -414,6 +427,18 @@ def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, w
         1,
         2,
     ]
+
+
+@pytest.mark.slow
+def test_a_file_of_a_group_sweeps_and_its_jobs_start_where_the_sweep_did(conf, tmp_path):
+    env = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{Path(__file__).parent}", SEEN: str(tmp_path / "seen")}
+    words = ["-cn", "mine", "experiment=sweep", "hydra.job.chdir=True", "trainer.experiment_name=${hydra:runtime.cwd}"]
+    words += [f"reward.kwargs.api_key={KEY}", "hydra.sweep.dir=sweep"]
+    done = subprocess.run([sys.executable, "-m", "hydra_program", *words], env=env, capture_output=True, text=True)
+    assert "2 finished, 0 skipped, 0 failed" in done.stdout, done.stderr[-2000:]
+    seen = [json.loads(line)["trainer"] for line in (tmp_path / "seen").read_text().splitlines()]
+    assert [(job["seed"], job["experiment_name"]) for job in seen] == [(1, str(tmp_path)), (2, str(tmp_path))]
+    assert KEY not in (tmp_path / "sweep" / "multirun.yaml").read_text()
 
 
 @pytest.mark.slow
