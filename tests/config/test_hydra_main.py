@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra_plugin_folder import environment
 from hydra_program import SEEN
 
-from verl_mt.config.compose import Command, compose, config_of_command, hydra_main
+from verl_mt.config.compose import Command, compose, config_from_mapping, config_of_command, hydra_main
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.hydra_commands.jobs import JobFailedError, _claimed, ended, last_value, table
-from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.hydra_commands.sweeps import _claim, job_dir, normalize_sweep
 from verl_mt.extensions.hydra_commands.under_hydra import with_hidden
 from verl_mt.extensions.inspection.report.sweep import SweepCollector
 from verl_mt.extensions.supervised.sft import config_of
@@ -323,6 +324,34 @@ def test_a_sweep_in_our_names(conf, word, line):
     assert plan.composition.problems == []
     (found,) = plan.lines
     assert found == line or found.replace("1e-05,0.0001", "1e-5,1e-4") == line.replace("1e-05,0.0001", "1e-5,1e-4")
+
+
+def test_a_directory_with_the_jobs_of_another_sweep_is_refused(conf, tmp_path, capsys):
+    _claim(tmp_path / "sweep", "mine\ndata.seed=3\ntrainer.seed")
+    _claim(tmp_path / "sweep", "mine\ndata.seed=3\ntrainer.seed")
+    err = refused(capsys, *conf, "-m", "trainer.seed=1,2", "data.seed=4", "hydra.sweep.dir=sweep")
+    assert "has the jobs of another sweep" in err and "data.seed=3, data.seed=4" in err
+    assert list((tmp_path / "sweep").iterdir()) == [tmp_path / "sweep" / ".sweep"]
+
+
+def test_python_takes_one_configuration():
+    with pytest.raises(ConfigError, match=r"compose\(\) takes one configuration"):
+        compose(["hydra.mode=MULTIRUN"])
+
+
+def test_threads_compose(conf):
+    def one(seed: int) -> tuple[int, str]:
+        config = compose([f"data.seed={seed}", f"algo={('grpo', 'rloo')[seed % 2]}"], "mine", "conf")
+        return config.data.seed, config.algorithm.adv_estimator
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(8))) == [(seed, ("grpo", "rloo")[seed % 2]) for seed in range(8)]
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=x", "hydra/launcher=basic", "~reward.kwargs.a"])
+def test_a_mapping_takes_only_values(word):
+    with pytest.raises(ConfigError, match="only key=value here"):
+        config_from_mapping({"reward": {"kwargs": {"a": 1}}}, [word])
 
 
 def test_the_folder_of_a_job_is_named_by_its_values():

@@ -35,6 +35,8 @@ _OF_JOBS = (
     "hydra.job_logging.",
 )  # fmt: skip
 """Hydra's keys that a job's own process needs. What else they say, the launcher has done."""
+_IDENTITY = ".sweep"
+"""In a sweep's directory: what tells it from other sweeps."""
 _PLUGINS = {f"launcher={name}" for name in ("joblib", "ray", "rq", "submitit")}
 _PLUGINS |= {f"sweeper={name}" for name in ("ax", "nevergrad", "optuna")}
 """Hydra's own plug-ins, by the first word of what they are chosen by."""
@@ -60,6 +62,7 @@ def run(command: Command) -> None:
         "job": {"config": {"override_dirname": {"exclude_keys": [_key(word) for word in fixed]}}},
     }
     folder = _prepare(plan)
+    _claim(folder, _identity(plan, shown))
     plan.lines.append(f"hydra.sweep.dir={literal(str(folder))}")
     words = [hidden.get(word, word) for word in plan.of_command if not _is_sweep(word)]
     words = [word for word in words if not _is_hydra(word) or word.startswith(_OF_JOBS)]
@@ -241,11 +244,34 @@ def _values(word: str) -> list[str]:
 
 def _sweep_dir(plan: Plan, fixed: list[str]) -> str:
     """Named by what all jobs have and by the keys that are swept: with further values it stays the same."""
-    own = [word for word in fixed if not _is_hydra(word)]
     swept = sorted(_key(word) for word in plan.lines if _is_sweep(word))
     names = "-".join(dict.fromkeys(key.rpartition(".")[2].replace("/", "_") for key in swept))
-    digest = _digest("\n".join([str(plan.base / plan.name), *sorted(own), *swept]))
+    digest = _digest(_identity(plan, fixed))
     return f"runs/sweeps/${{trainer.experiment_name}}-{f'{names[:60]}-' if names else ''}{digest}"
+
+
+def _identity(plan: Plan, fixed: list[str]) -> str:
+    """What all jobs of a sweep have, and the keys that are swept, line by line."""
+    own = sorted(word for word in fixed if not _is_hydra(word))
+    swept = sorted(_key(word) for word in plan.lines if _is_sweep(word))
+    return "\n".join([str(plan.base / plan.name), *own, *swept])
+
+
+def _claim(folder: Path, identity: str) -> None:
+    """Make a sweep's directory, in which finished jobs are skipped.
+
+    Raises:
+        ConfigError: it has the jobs of another sweep.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _IDENTITY
+    if file.exists() and (before := file.read_text(encoding="utf-8")) != identity:
+        differ = sorted(set(before.splitlines()) ^ set(identity.splitlines()))
+        raise ConfigError(
+            f"hydra.sweep.dir={folder} has the jobs of another sweep, different in {', '.join(differ)}. Set "
+            "another directory, or repeat that command"
+        )
+    file.write_text(identity, encoding="utf-8")
 
 
 def _start(command: Command) -> list[str]:
