@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra_plugin_folder import environment
 from hydra_program import SEEN
 
-from verl_mt.config.compose import Command, compose, config_of_command, hydra_main
+from verl_mt.config.compose import Command, compose, config_from_mapping, config_of_command, hydra_main
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.hydra_commands.jobs import JobFailedError, _claimed, ended, last_value, table
-from verl_mt.extensions.hydra_commands.sweeps import job_dir, normalize_sweep
+from verl_mt.extensions.hydra_commands.sweeps import _claim, job_dir, normalize_sweep
 from verl_mt.extensions.hydra_commands.under_hydra import with_hidden
 from verl_mt.extensions.inspection.report.sweep import SweepCollector
 from verl_mt.extensions.supervised.sft import config_of
@@ -46,6 +47,7 @@ def conf(tmp_path, monkeypatch):
         "algo/rloo": "# @package _global_\nalgorithm: {adv_estimator: rloo}\n",
         "algo/bad": "# @package _global_\nalgorithm: {adv_estimatr: rloo}\n",
         "experiment/big": "# @package _global_\ndefaults: [{override /algo: rloo}]\ndata: {val_seed: 5}\n",
+        "experiment/sweep": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {trainer.seed: '1,2'}}}\n",
         "searching": "defaults: [ppo_trainer, _self_]\nhydra: {searchpath: [more]}\n",
         "parts/seeds": "seed: 77\n",
         "packaged": "defaults: [ppo_trainer, parts@trainer: seeds, algorithm: rloo, _self_]\ndata: {seed: 8}",
@@ -225,6 +227,10 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
         (["-m", "data.seed=1,2", "hydra/launcher=basc"], "It has basic. Did you mean hydra/launcher=basic?\n"),
         (["-m", "data.seed=1,2", "hydra/launcher=joblob"], "has no file joblob.yaml. It has basic\n"),
         (["-m", "reward.kwargs.api_key=sk-aaaaaaaaaaaaaaaaaaaa1,b"], "cannot be swept"),
+        (["-m", "data.seed=1,2", f"+hydra.job.env_set.MY_KEY_TOKEN={KEY}"], "MY_KEY_TOKEN holds a secret"),
+        (["-m", "data.seed=1,2", f"hydra.sweep.dir=https://me:{KEY}@host"], "hydra.sweep.dir holds a secret"),
+        (["experiment=sweep", "trainer.default_local_dir=x"], "Set hydra.sweep.dir instead"),
+        (["hydra.mode='MULTIRUN'", "trainer.default_local_dir=x"], "Set hydra.sweep.dir instead"),
         (["hydra/job_logging=nothing"], "the group hydra/job_logging has no file nothing.yaml"),
         (["algo=rlo"], "the group algo has no file rlo.yaml. It has bad, grpo, rloo. Did you mean algo=rloo?"),
         (["-m", "algo=grpo,rlo"], "algo=rlo (command line): the group algo has no file rlo.yaml"),
@@ -265,12 +271,20 @@ def test_the_run_directory_is_hydras(conf, words):
     assert Path(str(run(*conf, *words).trainer.default_local_dir)) == Path("out/data.seed=4").absolute()
 
 
-def test_the_run_directory_of_a_yaml_file(conf):
-    with Path("conf/mine.yaml").open("a") as file:
-        file.write("hydra: {run: {dir: from_yaml}}\n")
+@pytest.mark.parametrize("name", ["mine", "packaged"])
+def test_the_run_directory_of_a_yaml_file(conf, name):
+    with Path(f"conf/{name}.yaml").open("a") as file:
+        file.write("\nhydra: {run: {dir: from_yaml}}\n")
     wanted = str(Path("from_yaml").absolute())
-    assert run(*conf).trainer.default_local_dir == wanted
-    assert compose(config_name="mine", config_dir="conf").trainer.default_local_dir == wanted
+    assert run("-cp", "conf", "-cn", name).trainer.default_local_dir == wanted
+    assert compose(config_name=name, config_dir="conf").trainer.default_local_dir == wanted
+
+
+def test_a_sweep_with_a_secret_among_hydras_keys_of_a_file_is_refused(conf, capsys):
+    with Path("conf/mine.yaml").open("a") as file:
+        file.write(f"hydra: {{job: {{env_set: {{MY_TOKEN: {KEY}}}}}}}\n")
+    assert "hydra.job.env_set.MY_TOKEN holds a secret" in refused(capsys, *conf, "-m", "data.seed=1,2")
+    assert not Path("runs").exists()
 
 
 def test_a_job_changes_into_the_run_directory(conf, tmp_path):
@@ -310,6 +324,34 @@ def test_a_sweep_in_our_names(conf, word, line):
     assert plan.composition.problems == []
     (found,) = plan.lines
     assert found == line or found.replace("1e-05,0.0001", "1e-5,1e-4") == line.replace("1e-05,0.0001", "1e-5,1e-4")
+
+
+def test_a_directory_with_the_jobs_of_another_sweep_is_refused(conf, tmp_path, capsys):
+    _claim(tmp_path / "sweep", "mine\ndata.seed=3\ntrainer.seed")
+    _claim(tmp_path / "sweep", "mine\ndata.seed=3\ntrainer.seed")
+    err = refused(capsys, *conf, "-m", "trainer.seed=1,2", "data.seed=4", "hydra.sweep.dir=sweep")
+    assert "has the jobs of another sweep" in err and "data.seed=3, data.seed=4" in err
+    assert list((tmp_path / "sweep").iterdir()) == [tmp_path / "sweep" / ".sweep"]
+
+
+def test_python_takes_one_configuration():
+    with pytest.raises(ConfigError, match=r"compose\(\) takes one configuration"):
+        compose(["hydra.mode=MULTIRUN"])
+
+
+def test_threads_compose(conf):
+    def one(seed: int) -> tuple[int, str]:
+        config = compose([f"data.seed={seed}", f"algo={('grpo', 'rloo')[seed % 2]}"], "mine", "conf")
+        return config.data.seed, config.algorithm.adv_estimator
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, range(8))) == [(seed, ("grpo", "rloo")[seed % 2]) for seed in range(8)]
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=x", "hydra/launcher=basic", "~reward.kwargs.a"])
+def test_a_mapping_takes_only_values(word):
+    with pytest.raises(ConfigError, match="only key=value here"):
+        config_from_mapping({"reward": {"kwargs": {"a": 1}}}, [word])
 
 
 def test_the_folder_of_a_job_is_named_by_its_values():
@@ -414,6 +456,18 @@ def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, w
         1,
         2,
     ]
+
+
+@pytest.mark.slow
+def test_a_file_of_a_group_sweeps_and_its_jobs_start_where_the_sweep_did(conf, tmp_path):
+    env = {**os.environ, "PYTHONPATH": f"{REPO}{os.pathsep}{Path(__file__).parent}", SEEN: str(tmp_path / "seen")}
+    words = ["-cn", "mine", "experiment=sweep", "hydra.job.chdir=True", "trainer.experiment_name=${hydra:runtime.cwd}"]
+    words += [f"reward.kwargs.api_key={KEY}", "hydra.sweep.dir=sweep"]
+    done = subprocess.run([sys.executable, "-m", "hydra_program", *words], env=env, capture_output=True, text=True)
+    assert "2 finished, 0 skipped, 0 failed" in done.stdout, done.stderr[-2000:]
+    seen = [json.loads(line)["trainer"] for line in (tmp_path / "seen").read_text().splitlines()]
+    assert [(job["seed"], job["experiment_name"]) for job in seen] == [(1, str(tmp_path)), (2, str(tmp_path))]
+    assert KEY not in (tmp_path / "sweep" / "multirun.yaml").read_text()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import operator
 import os
 import re
 import sys
+import threading
 import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ __all__ = [
 ]  # fmt: skip
 
 TINY, GENERAL = "tiny", "ppo_trainer"
+_COMPOSING = threading.RLock()
+"""Hydra composes once at a time in a process."""
 
 
 def compose(
@@ -80,7 +83,9 @@ def compose(
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    return composed(_plan(overrides, config_name, config_dir, ()))
+    _refuse_sweep("compose()", overrides)
+    with _COMPOSING:
+        return composed(_plan(overrides, config_name, config_dir, ()))
 
 
 def to_config(tree: DictConfig | dict[str, Any], given: Collection[str] | None = None) -> Config:
@@ -107,7 +112,9 @@ def config_from_mapping(tree: DictConfig | dict[str, Any], overrides: Sequence[s
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.
     """
-    _, outcome = normalize_overrides(list(overrides))
+    lines, outcome = normalize_overrides(list(overrides))
+    more = [line for line in lines if line.startswith("~") or group_of(line).startswith(("hydra.", "hydra/"))]
+    outcome.problems += [Problem(f"{line} ({COMMAND_LINE}): only key=value here", unknown_key=True) for line in more]
     raise_problems(outcome.problems)
     _say_once(outcome.notes)
     content = OmegaConf.create(OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else dict(tree))
@@ -225,7 +232,7 @@ def hydra_main(
         if run:
             run(command, task)
         else:
-            task(composed(command.plan()))
+            task(composed(command.one_plan()))
     except VerlMTError as error:
         if os.environ.get("VERL_MT_TRACEBACK") == "1":
             raise
@@ -254,6 +261,14 @@ def _module_of(task: Callable[[Config], None]) -> str:
         return module
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
+
+
+def _refuse_sweep(who: str, overrides: Sequence[str]) -> None:
+    if any(word.lstrip("+") == "hydra.mode=MULTIRUN" for word in overrides):
+        raise ConfigError(
+            f"{who} takes one configuration. Remove --multirun or hydra.mode=MULTIRUN. To sweep, use "
+            "python -m verl_mt.trainer --multirun"
+        )
 
 
 class Command:
@@ -289,11 +304,7 @@ class Command:
         Raises:
             ConfigError: it is asked to.
         """
-        if self.flags.multirun or any(word.lstrip("+") == "hydra.mode=MULTIRUN" for word in self.overrides):
-            raise ConfigError(
-                f"{self.module} takes one configuration. Remove --multirun or hydra.mode=MULTIRUN. To sweep, use "
-                "python -m verl_mt.trainer --multirun"
-            )
+        _refuse_sweep(self.module, ["hydra.mode=MULTIRUN"] if self.flags.multirun else self.overrides)
         return self.plan()
 
     def shown(self) -> bool:

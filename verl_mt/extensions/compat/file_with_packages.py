@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.groups import parsed
-from verl_mt.config.hydra_source import Composition, composing
-from verl_mt.config.normalize import COMMAND_LINE, as_overrides, normalize_items
+from verl_mt.config.hydra_source import Composition, composing, hydra_keys_in
+from verl_mt.config.normalize import COMMAND_LINE, as_overrides, literal, normalize_items
 from verl_mt.config.schema import leaves, whole_keys
 from verl_mt.errors import ConfigError
 
@@ -53,4 +53,6 @@ def as_our_overrides(base: Path, name: str, choices: list[str], composition: Com
     composition.problems += outcome.problems
     composition.notes += outcome.notes
     composition.explicit |= outcome.explicit
-    return as_overrides(outcome.items)
+    block = hydra_keys_in(base / f"{name}.yaml")
+    ours = [f"++hydra.{key}={literal(value)}" for key, value in block.items() if key != "searchpath"]
+    return ours + as_overrides(outcome.items)

@@ -71,7 +71,9 @@ class Job:
         place = literal(str(folder))
         words += [f"trainer.default_local_dir={place}", f"hydra.run.dir={place}", "hydra.mode=RUN"]
         with _claimed(folder) as errors:
-            status = None if (folder / "FINISHED").exists() else _run([*self.start, *words], errors, folder / _ERRORS)
+            status = None
+            if not (folder / "FINISHED").exists():
+                status = _run([*self.start, *words], errors, folder / _ERRORS, hydra.runtime.cwd)
         line = {
             "folder": folder.name if folder.parent == Path(hydra.sweep.dir) else str(folder),
             "status": "skipped" if status is None else "failed" if status else "finished",
@@ -167,20 +169,21 @@ def _claimed(folder: Path) -> Iterator[BinaryIO]:
         file.close()
 
 
-def _run(words: list[str], errors: BinaryIO, kept: Path) -> int:
+def _run(words: list[str], errors: BinaryIO, kept: Path, cwd: str) -> int:
     """The exit status of a process. Waits for it; signals to this process go to it.
 
     Args:
         words: the command.
         errors: gets its stderr.
         kept: a copy of that if it fails.
+        cwd: where it starts. `hydra.job.chdir` has changed the launcher's directory, and the job changes its own.
 
     Raises:
         SystemExit: this process was asked to stop.
     """
     kept.unlink(missing_ok=True)
     # A session of its own: Ctrl-C reaches it once, from here.
-    process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=errors)
+    process = subprocess.Popen(words, start_new_session=True, preexec_fn=_die_with_parent, stderr=errors, cwd=cwd)
     with _forwarded(process) as received:
         status = process.wait()
     if status:

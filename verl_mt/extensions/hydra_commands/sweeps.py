@@ -12,9 +12,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
@@ -23,13 +24,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_mt.config.compose import Command, Plan
 from verl_mt.config.normalize import COMMAND_LINE, Outcome, Problem, literal, normalize_overrides, raise_problems
+from verl_mt.config.redact import redact
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.hydra_commands.jobs import OBJECTIVE, SECRETS, Job, JobFailedError, ended, table
 from verl_mt.extensions.hydra_commands.under_hydra import hidden_words, under_hydra
 
 _PLACES = {"trainer.default_local_dir", "hydra.run.dir"}
-_OF_JOBS = ("hydra.searchpath=", "hydra.verbose=", "hydra.job.name=", "hydra/job_logging=", "hydra.job_logging.")
+_OF_JOBS = (
+    "hydra.searchpath=", "hydra.verbose=", "hydra.job.name=", "hydra.job.chdir=", "hydra/job_logging=",
+    "hydra.job_logging.",
+)  # fmt: skip
 """Hydra's keys that a job's own process needs. What else they say, the launcher has done."""
+_IDENTITY = ".sweep"
+"""In a sweep's directory: what tells it from other sweeps."""
 _PLUGINS = {f"launcher={name}" for name in ("joblib", "ray", "rq", "submitit")}
 _PLUGINS |= {f"sweeper={name}" for name in ("ax", "nevergrad", "optuna")}
 """Hydra's own plug-ins, by the first word of what they are chosen by."""
@@ -45,7 +52,7 @@ def run(command: Command) -> None:
     plan = _with_file(command)
     fixed = [word for word in plan.lines if not _is_sweep(word)]
     _check(plan)
-    hidden = hidden_words(fixed)
+    hidden = hidden_words([word for word in fixed if not _is_hydra(word)])
     shown = [hidden.get(word, word) for word in fixed]
     plan.lines = [hidden.get(word, word) for word in plan.lines]
     plan.composition.redacted = True
@@ -55,6 +62,7 @@ def run(command: Command) -> None:
         "job": {"config": {"override_dirname": {"exclude_keys": [_key(word) for word in fixed]}}},
     }
     folder = _prepare(plan)
+    _claim(folder, _identity(plan, shown))
     plan.lines.append(f"hydra.sweep.dir={literal(str(folder))}")
     words = [hidden.get(word, word) for word in plan.of_command if not _is_sweep(word)]
     words = [word for word in words if not _is_hydra(word) or word.startswith(_OF_JOBS)]
@@ -152,13 +160,15 @@ def _prepare(plan: Plan) -> Path:
     """The sweep's directory; its files were composed: each of a swept group, with the first value of everything else.
 
     Raises:
-        UnknownKeyError, ConfigError: what is wrong with the command and the files, or a sweeper lacks its metric.
+        UnknownKeyError, ConfigError: what is wrong with the command and the files, a key of Hydra holds a secret, or a
+            sweeper lacks its metric.
     """
     tree = _composed(_first(plan), plan)
     for choice in plan.composition.choices:
         for value in _values(choice)[1:]:
             key = choice.partition("=")[0]
             _composed(_first(plan, {choice: f"{key}={value}"}), plan)
+    plan.composition.problems += _secrets_of_hydra(tree)
     raise_problems(plan.composition.problems)
     hydra = tree.hydra
     metric = {**os.environ, **hydra.job.env_set}.get(OBJECTIVE)
@@ -168,6 +178,30 @@ def _prepare(plan: Plan) -> Path:
             f"+hydra.job.env_set.{OBJECTIVE}=reward/mean, or another name of metrics.jsonl"
         )
     return Path(str(hydra.sweep.dir)).expanduser().absolute()
+
+
+def _secrets_of_hydra(tree: DictConfig) -> list[Problem]:
+    """Hydra writes its keys to `multirun.yaml`, and launchers and sweepers need their values."""
+    keys = OmegaConf.to_container(tree.get("hydra", OmegaConf.create()), resolve=False)
+    assert isinstance(keys, dict)
+    keys.pop("overrides", None)  # words of the command line, secrets replaced
+    keys.get("job", {}).pop("override_dirname", None)  # the same words
+    return [
+        Problem(
+            f"{key} holds a secret, which Hydra would write to multirun.yaml. Set a variable in your shell instead. "
+            "Where a key needs it, write ${oc.env:NAME}"
+        )
+        for key in _changed(keys, redact(keys), "hydra")
+    ]
+
+
+def _changed(before: Any, after: Any, key: str) -> Iterator[str]:
+    """Dotted keys of the values that differ."""
+    if isinstance(before, dict):
+        for name, value in before.items():
+            yield from _changed(value, after[name], f"{key}.{name}")
+    elif before != after:
+        yield key
 
 
 def _first(plan: Plan, instead: Mapping[str, str] = {}) -> Plan:
@@ -210,11 +244,34 @@ def _values(word: str) -> list[str]:
 
 def _sweep_dir(plan: Plan, fixed: list[str]) -> str:
     """Named by the overrides of all jobs and by the keys that are swept: with further values it stays the same."""
-    own = [word for word in fixed if not _is_hydra(word)]
     swept = sorted(_key(word) for word in plan.lines if _is_sweep(word))
     names = "-".join(dict.fromkeys(key.rpartition(".")[2].replace("/", "_") for key in swept))
-    digest = _digest("\n".join([str(plan.base / plan.name), *sorted(own), *swept]))
+    digest = _digest(_identity(plan, fixed))
     return f"runs/sweeps/${{trainer.experiment_name}}-{f'{names[:60]}-' if names else ''}{digest}"
+
+
+def _identity(plan: Plan, fixed: list[str]) -> str:
+    """What all jobs of a sweep have, and the keys that are swept, line by line."""
+    own = sorted(word for word in fixed if not _is_hydra(word))
+    swept = sorted(_key(word) for word in plan.lines if _is_sweep(word))
+    return "\n".join([str(plan.base / plan.name), *own, *swept])
+
+
+def _claim(folder: Path, identity: str) -> None:
+    """Make a sweep's directory, in which finished jobs are skipped.
+
+    Raises:
+        ConfigError: it has the jobs of another sweep.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / _IDENTITY
+    if file.exists() and (before := file.read_text(encoding="utf-8")) != identity:
+        differ = sorted(set(before.splitlines()) ^ set(identity.splitlines()))
+        raise ConfigError(
+            f"hydra.sweep.dir={folder} has the jobs of another sweep, different in {', '.join(differ)}. Set "
+            "another directory, or repeat that command"
+        )
+    file.write_text(identity, encoding="utf-8")
 
 
 def _start(command: Command) -> list[str]:

@@ -9,6 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import hydra
@@ -16,12 +17,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_mt.config.compose import Command, Plan, composed, finished
 from verl_mt.config.groups import parsed
-from verl_mt.config.hydra_source import RUN_DIR, composing, hydra_keys_in
+from verl_mt.config.hydra_source import RUN_DIR, composing
 from verl_mt.config.normalize import Problem, literal, raise_problems
 from verl_mt.config.redact import redact
 from verl_mt.config.schema import Config
@@ -39,11 +41,10 @@ def run(command: Command, task: Callable[[Config], None]) -> None:
         UnknownKeyError, ConfigError: everything that is wrong with the command, in one error.
         SystemExit: 1, a job of the sweep failed.
     """
-    if command.flags.multirun or _mode(command) == "MULTIRUN":
+    if command.flags.multirun or _is_sweep(command, plan := command.plan()):
         command.flags.multirun = True
         extension_function("sweep")(command)
         return
-    plan = command.plan()
     if plan.composition.problems:
         composed(plan)  # raises them with those of the files
     plan.lines.append("hydra.output_subdir=null")  # Hydra would write secrets; the run writes its files
@@ -65,14 +66,13 @@ def run(command: Command, task: Callable[[Config], None]) -> None:
             raise failure[0]
 
 
-def _mode(command: Command) -> str | None:
-    """`hydra.mode`: of the command line, else of the primary file."""
-    words = [word for word in command.overrides if word.lstrip("+").startswith("hydra.mode=")]
-    if words or command.file is None:
-        return words[-1].partition("=")[2] if words else None
-    base, name = command.located()
-    mode: str | None = hydra_keys_in(base / f"{name}.yaml").get("mode")
-    return mode
+def _is_sweep(command: Command, plan: Plan) -> bool:
+    """Whether the command line or a file, also one of a config group, sets `hydra.mode=MULTIRUN`."""
+    if command.file is None and not plan.composition.choices and "hydra.mode=" not in " ".join(plan.lines):
+        return False  # the default task sets none, and reading it takes time
+    lines = [word for word in plan.lines if (override := parsed(word)) and not override.is_sweep_override()]
+    tree, _ = replace(plan, lines=lines).tree()
+    return "hydra" in tree and tree.hydra.mode == RunMode.MULTIRUN
 
 
 def under_hydra(command: Command, plan: Plan, job: Callable[[DictConfig], Any]) -> None:
