@@ -496,3 +496,68 @@ def test_a_cancelled_run_closes_every_object_once():
 
     asyncio.run(cut())
     assert Game.made == 32 and dict.fromkeys(range(1, 33), 1) == CLOSED
+
+
+def test_more_calls_may_hang_than_threads_of_a_name_and_every_object_is_closed():
+    class Waits(Game):
+        def wait(self) -> str:
+            """Wait."""
+            time.sleep(0.8)
+            return "waited"
+
+    environments = environments_of(Waits)
+    runner = with_sanity_off(make_runner(environments, [call("wait")] * 50, concurrency=400, timeout_s=0.1))
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def cut() -> None:
+        task = asyncio.create_task(anext(runner.run(RolloutPlan([prompt], 300, "s"))))
+        while len([e for e in EVENTS if "reset" in e]) < 300:
+            await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cut())
+    assert Game.made == 300 and Game.alive == 0 and dict.fromkeys(range(1, 301), 1) == CLOSED
+
+
+def test_a_cancelled_constructor_is_waited_for_and_its_object_closed():
+    class SlowToMake(Game):
+        def __init__(self):
+            super().__init__()
+            time.sleep(0.5)
+
+    environments = environments_of(SlowToMake)
+    runner = make_runner(environments, ["ok"])
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def cut() -> None:
+        task = asyncio.create_task(anext(runner.run(RolloutPlan([prompt], 4, "s"))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert Game.made == 4 and Game.alive == 0, "closed before the run has ended"
+
+    asyncio.run(cut())
+    assert dict.fromkeys(range(1, 5), 1) == CLOSED
+
+
+def test_a_close_behind_a_call_that_was_given_up_has_its_whole_deadline(monkeypatch):
+    monkeypatch.setattr("verl_mt.environments.session._BUSY_S", 0.4)
+
+    class Slow(Environment):
+        def reset(self, said: str) -> str:
+            return said
+
+        def hang(self) -> str:
+            """Hang."""
+            time.sleep(0.3)
+            return "late"
+
+        def close(self) -> None:
+            time.sleep(0.6)
+            EVENTS.append("closed")
+
+    (done,) = play(Slow, [call("hang"), "ok"], {"said": "hi"}, timeout_s=0.1, deadline_s=2.0, **_SCORED)
+    assert done.error is None and "environment_close_errors" not in done.counters and EVENTS == ["closed"]

@@ -19,11 +19,11 @@ from verl_mt.errors import EngineError, UserCodeError, error_text
 from verl_mt.interactions.session import InteractionTurn
 from verl_mt.rewards.contract import InvalidScore, Scores, as_scores
 from verl_mt.tools.schemas import ToolResponse
-from verl_mt.user_code import CallTimeout, OwnThread, closing_task
+from verl_mt.user_code import OwnThread, closing_task
 
 NOT_RUN = "not run: the episode is over"
 _BUSY_S = 5.0
-"""A `close` waits so long for a call that was given up; then it runs beside it."""
+"""A `close` waits so long for a constructor or a call that was given up; then it runs beside it."""
 
 
 class EnvironmentSession:
@@ -144,28 +144,33 @@ class EnvironmentSession:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        with self._making:  # what is still being made is closed by whoever makes it
-            self._given_up, environment = True, self._environment
-        close = getattr(environment, "close", None)
-        claimed = threading.Lock()
+        if not self._thread.started:
+            return  # nothing was made
+        limit_s, claimed, hangs = self.kind.timeout_s, threading.Lock(), False
+        other = OwnThread(f"close of environment {self.kind.title}")
 
-        def once() -> Any:
-            """Runs in the environment's thread, or in another where that one hangs."""
-            return close() if claimed.acquire(blocking=False) else None  # type: ignore[misc]
+        def close() -> Any:
+            """Runs in a thread. Waits for the object's `close`."""
+            return None if (own := getattr(self._environment, "close", None)) is None else own()
 
+        def in_turn() -> Any:
+            """Runs in the environment's thread, behind its calls."""
+            return close() if claimed.acquire(blocking=False) else None
+
+        waiting = asyncio.ensure_future(self._call(in_turn, {}, timeout_s=limit_s + _BUSY_S))
         try:
-            if close is not None:
-                limit_s = self.kind.timeout_s
-                try:
-                    await self._call(once, {}, timeout_s=min(limit_s, _BUSY_S) if self._thread.unfinished else limit_s)
-                except CallTimeout:
-                    if claimed.locked():
-                        raise
-                    await self.kind.code.run(once, (), {}, timeout_s=limit_s)
+            await asyncio.wait([waiting], timeout=min(limit_s, _BUSY_S))
+            if hangs := claimed.acquire(blocking=False):
+                waiting.cancel()
+                with self._making:  # an object that is still being made is closed where it is made
+                    self._given_up = True
+                waiting = asyncio.ensure_future(self.kind.code.run(close, (), {}, timeout_s=limit_s, thread=other))
+            await waiting
         except Exception as error:
-            raise self._error(close, error_text(error, named=True)) from error
+            raise self._error(getattr(self._environment, "close", None), error_text(error, named=True)) from error
         finally:
-            self._thread.end()
+            self._thread.end(hangs=hangs)
+            other.end(hangs=hangs)
 
     def _make(self, **config: Any) -> None:
         """Runs in the environment's thread."""
