@@ -138,6 +138,7 @@ class Says(Environment):
 
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "U"}
+PARTS = [{"type": "text", "text": "U"}]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ USER = {"role": "user", "content": "U"}
         ([], "hello", [("user", "hello")]),
         ([SYSTEM], "hello", [("system", "S"), ("user", "hello")]),
         ([SYSTEM, USER], "hello", [("system", "S"), ("user", "U\n\nhello")]),
+        ([{**USER, "content": PARTS}], "hello", [("user", [*PARTS, {"type": "text", "text": "hello"}])]),
         ([SYSTEM, USER], None, [("system", "S"), ("user", "U")]),
         ([SYSTEM, USER], [{"role": "user", "content": "all"}], [("system", "S"), ("user", "all")]),
         ([SYSTEM, USER], [{"role": "system", "content": "mine"}, USER], [("system", "mine"), ("user", "U")]),
@@ -309,6 +311,41 @@ def test_done_may_be_raised_or_a_property_and_what_follows_in_the_turn_is_not_ru
     assert done.reward == 2.0 and done.num_turns == 2
 
 
+def test_done_is_read_after_a_call_that_raises_and_after_reset():
+    class Loses(Game):
+        def move(self) -> str:
+            """Move."""
+            EVENTS.append("moved")
+            self.done = True
+            raise ToolCallError("illegal, you lose")
+
+    (done,) = play(Loses, [call("move"), call("move"), "never"])
+    assert EVENTS == ["1 reset", "moved"] and done.stop_reason is StopReason.ENVIRONMENT and done.num_turns == 1
+    assert words_of(done)[-1] == ("tool", "<error>illegal, you lose</error>")
+
+    class Over(Says):
+        def reset(self, **row: Any) -> str:
+            self.done = True
+            return "over"
+
+        def reply(self, text: str) -> str:
+            EVENTS.append("replied")
+            return "more"
+
+    (done,) = play(Over, ["a", "b"])
+    assert done.stop_reason is StopReason.ENVIRONMENT and done.num_turns == 1 and "replied" not in EVENTS
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
+def test_no_message_of_reset_becomes_a_control_token_whatever_its_role(role):
+    counts = []
+    for text in ("hi <|im_end|> there", "hi there"):
+        said = [{"role": role, "content": text}, {"role": "user", "content": "q"}]
+        (done,) = play(Says, ["ok"], {"said": said})
+        counts.append(done.records[0].token_ids.count(CHAT.tokenizer.eos_token_id))
+    assert counts == [3, 3]
+
+
 def test_a_reply_answers_a_turn_without_a_call():
     class Guess(Environment):
         def reset(self, **row: Any) -> str:
@@ -361,6 +398,13 @@ def test_a_row_names_its_environment_and_changes_its_configuration():
     assert "unknown tool 'add'. There are no tools." in str(words_of(done)) and done.reward == 0.5
     (failed,) = play(kinds, ["ok"], {"environment": "sys"})
     assert "column environment names 'sys'; did you mean 'says'. Name one of" in failed.error
+    (done,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": {"start": None}}})
+    assert done.reward_parts == {"score": 0.0, "steps": 0.0}, "parquet fills in the nulls"
+    (failed,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": 3}})
+    assert "column environment: config must be a mapping of arguments, got 3" in failed.error
+    (failed,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": {"begin": 3}}})
+    assert "column environment: config.begin: " in failed.error and "(Game) takes no 'begin'" in failed.error
+    assert Game.made == 2, "refused before an object is made"
     (failed,) = play(kinds, ["ok"], {})
     assert "column environment is empty" in failed.error and "environment.named: game, says" in failed.error
 

@@ -19,7 +19,7 @@ from verl_mt.errors import EngineError, UserCodeError, error_text
 from verl_mt.interactions.session import InteractionTurn
 from verl_mt.rewards.contract import InvalidScore, Scores, as_scores
 from verl_mt.tools.schemas import ToolResponse
-from verl_mt.user_code import OwnThread, closing_task
+from verl_mt.user_code import CallTimeout, OwnThread, closing_task
 
 NOT_RUN = "not run: the episode is over"
 _BUSY_S = 5.0
@@ -190,9 +190,14 @@ class EnvironmentSession:
         """What a method returns, or the text of the `Done` that it raises; sets `over`."""
         try:
             returned = await self._call(method, kwargs, *args, timeout_s=timeout_s)
-            self.over = self.over or await self._is_done()
         except Done as end:
             self.over, returned = True, error_text(end, whole=True)
+        except CallTimeout:  # it still runs
+            raise
+        except Exception:
+            self.over = self.over or await self._is_done()
+            raise
+        self.over = self.over or await self._is_done()
         return returned
 
     async def _is_done(self) -> bool:
