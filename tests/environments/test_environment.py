@@ -605,3 +605,24 @@ def test_a_close_behind_a_call_that_was_given_up_has_its_whole_deadline(monkeypa
 
     (done,) = play(Slow, [call("hang"), "ok"], {"said": "hi"}, timeout_s=0.1, deadline_s=2.0, **_SCORED)
     assert done.error is None and "environment_close_errors" not in done.counters and EVENTS == ["closed"]
+
+
+def test_a_plan_that_is_cut_off_before_it_began_does_not_hold_up_another():
+    class Few(Game):
+        limit = 2
+
+    environments = environments_of(Few)
+    runner = with_sanity_off(make_runner(environments, ["ok"]))
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def both() -> int:
+        async def run(name: str) -> int:
+            return len([group async for group in runner.run(RolloutPlan([prompt] * 2, 4, name))])
+
+        first, second = asyncio.create_task(run("first")), asyncio.create_task(run("second"))
+        await asyncio.sleep(0)
+        second.cancel()
+        return await asyncio.wait_for(first, 20.0)
+
+    assert asyncio.run(both()) == 2 and Game.most == 2 and dict.fromkeys(range(1, 9), 1) == CLOSED
