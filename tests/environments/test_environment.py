@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sqlite3
 import threading
 import time
@@ -22,7 +23,7 @@ from verl_mt import Done, Environment, ToolCallError, ToolResponse
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import EngineGoneError
+from verl_mt.errors import EngineGoneError, PluginError
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.tools.function_tool import function_tool
@@ -626,3 +627,74 @@ def test_a_plan_that_is_cut_off_before_it_began_does_not_hold_up_another():
         return await asyncio.wait_for(first, 20.0)
 
     assert asyncio.run(both()) == 2 and Game.most == 2 and dict.fromkeys(range(1, 9), 1) == CLOSED
+
+
+class NoReset(Environment):
+    pass
+
+
+class NoHints(Says):
+    def go(self, where):
+        """Go.
+
+        Args:
+            where: to
+        """
+
+
+class Twice(Says):
+    def go(self) -> str:
+        """Go."""
+        return "a"
+
+    def go(self) -> str:  # noqa: F811
+        """Go."""
+        return "b"
+
+
+class Static(Says):
+    @staticmethod
+    def go() -> str:
+        """Go."""
+        return "a"
+
+
+class Cached(Says):
+    @functools.lru_cache  # noqa: B019
+    def go(self) -> str:
+        """Go."""
+        return "a"
+
+
+class DoneMethod(Says):
+    def done(self) -> bool:  # type: ignore[override]
+        return True
+
+
+class Reserved(Says):
+    def fork(self, where: str) -> str:
+        """A tool."""
+        return where
+
+
+class NoLimit(Says):
+    limit = -1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (NoReset, "(NoReset) has no reset(self, **row)"),
+        (NoHints, "(NoHints.go): no tool schema can be made"),
+        (Twice, "(Twice) has two tools named 'go', in its lines"),
+        (Static, "(Static.go): a staticmethod sees no trajectory. Write a method"),
+        (Cached, "(Cached.go): a _lru_cache_wrapper sees no trajectory. Write a method"),
+        (DoneMethod, "(DoneMethod.done): `done` is a method. Write @property above it"),
+        (Reserved, "(Reserved.fork): 'fork' is reserved and takes no argument beside self"),
+        (NoLimit, "(NoLimit): 'limit' is reserved, -1 is not what it may be"),
+    ],
+)
+def test_a_class_that_cannot_be_is_refused_with_its_line(kind, text):
+    with pytest.raises(PluginError) as caught:
+        environments_of(kind)
+    assert text in str(caught.value) and "test_environment.py:" in str(caught.value)

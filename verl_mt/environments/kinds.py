@@ -280,7 +280,7 @@ def _tool_methods(cls: type[Environment]) -> Iterator[tuple[str, Callable[..., A
     for name, value in found.items():
         if isinstance(value, types.FunctionType):
             yield name, types.MethodType(value, cls)  # shown without `self`
-        elif isinstance(value, staticmethod | classmethod):
+        elif isinstance(value, staticmethod | classmethod) or hasattr(value, "__wrapped__"):  # or `lru_cache`
             raise PluginError(
                 f"{place_of(cls, value)}: a {type(value).__name__} sees no trajectory. Write a method, or begin its "
                 "name with an underscore if it is no tool"
