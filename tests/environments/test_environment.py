@@ -452,6 +452,16 @@ def test_a_score_that_is_none_fails_its_trajectory_and_names_class_and_line(valu
     assert "test_environment.py:" in failed.error and EVENTS == ["closed"]
 
 
+def test_a_done_that_raises_fails_its_trajectory_and_names_class_and_line():
+    class Broken(Says):
+        @property
+        def done(self) -> bool:  # type: ignore[override]
+            raise RuntimeError("lost")
+
+    (failed,) = play(Broken, ["ok"], {"said": "hi"})
+    assert "(Broken.done) of trajectory s.00000.00: RuntimeError: lost" in failed.error
+
+
 def test_a_constructor_or_reset_that_raises_or_hangs_fails_its_trajectory():
     class Hangs(Game):
         def reset(self, seconds: float, **row: Any) -> str:

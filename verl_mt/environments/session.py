@@ -202,10 +202,10 @@ class EnvironmentSession:
 
     async def _is_done(self) -> bool:
         cls, environment = self.kind.cls, self._environment
-        if not isinstance(getattr(cls, "done", None), property):
+        if not isinstance(done := getattr(cls, "done", None), property):
             value = getattr(environment, "done", False)
         else:
-            value = await self._call(lambda: environment.done, {})  # type: ignore[union-attr]
+            value = await self._checked(done.fget, lambda: environment.done, {})  # type: ignore[union-attr]
         try:
             return bool_of(value, "done")
         except WrongValue as error:
