@@ -336,32 +336,36 @@ class OwnThread:
     def __init__(self, name: str):
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self.unfinished = 0
-        """Calls that were put here and have not ended."""
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
 
     def put(self, job: Callable[[], None]) -> None:
         """Run a job after the earlier ones. Runs on the caller's loop and waits for nothing.
 
         Raises:
-            CallTimeout: too many threads of this name hang.
+            CallTimeout: the thread has not started yet, and too many of its name hang.
         """
-        if self._thread.ident is None:
+        if not self.started:
             _check_hanging(self._thread.name)
             self._thread.start()
-        self.unfinished += 1
         self._jobs.put(job)
 
-    def end(self) -> None:
-        """End the thread after the last job. Runs on the caller's loop and waits for nothing."""
+    def end(self, *, hangs: bool = False) -> None:
+        """End the thread after the last job. Runs on the caller's loop and waits for nothing.
+
+        Args:
+            hangs: it may still run a job that its caller has given up.
+        """
         self._jobs.put(None)
-        if self.unfinished:
+        if hangs:
             _HANGING.setdefault(self._thread.name, []).append(self._thread)
 
     def _run(self) -> None:
         """Runs in this thread. Waits for jobs."""
         while (job := self._jobs.get()) is not None:
             job()
-            self.unfinished -= 1
 
 
 async def _in_thread(
@@ -372,6 +376,8 @@ async def _in_thread(
     own: OwnThread | None = None,
 ) -> _Outcome:
     """Runs on the caller's loop. Waits for a thread, which is left behind if the caller gives up."""
+    if own is None:
+        _check_hanging(name)
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     reply: asyncio.Future[_Outcome] = loop.create_future()
 
@@ -392,10 +398,9 @@ async def _in_thread(
         with contextlib.suppress(RuntimeError):  # the caller's loop has ended
             loop.call_soon_threadsafe(answer, outcome)
 
-    if own is not None:
+    if own is not None:  # whoever ends it knows whether it hangs
         own.put(work)
         return await reply
-    _check_hanging(name)
     thread = threading.Thread(target=work, daemon=True, name=name)
     thread.start()
     try:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sqlite3
 import threading
 import time
@@ -22,7 +23,7 @@ from verl_mt import Done, Environment, ToolCallError, ToolResponse
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import EngineGoneError
+from verl_mt.errors import EngineGoneError, PluginError
 from verl_mt.rollout.prompts import PromptBuilder
 from verl_mt.rollout.runner import RolloutPlan
 from verl_mt.tools.function_tool import function_tool
@@ -138,6 +139,7 @@ class Says(Environment):
 
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "U"}
+PARTS = [{"type": "text", "text": "U"}]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +148,7 @@ USER = {"role": "user", "content": "U"}
         ([], "hello", [("user", "hello")]),
         ([SYSTEM], "hello", [("system", "S"), ("user", "hello")]),
         ([SYSTEM, USER], "hello", [("system", "S"), ("user", "U\n\nhello")]),
+        ([{**USER, "content": PARTS}], "hello", [("user", [*PARTS, {"type": "text", "text": "hello"}])]),
         ([SYSTEM, USER], None, [("system", "S"), ("user", "U")]),
         ([SYSTEM, USER], [{"role": "user", "content": "all"}], [("system", "S"), ("user", "all")]),
         ([SYSTEM, USER], [{"role": "system", "content": "mine"}, USER], [("system", "mine"), ("user", "U")]),
@@ -309,6 +312,41 @@ def test_done_may_be_raised_or_a_property_and_what_follows_in_the_turn_is_not_ru
     assert done.reward == 2.0 and done.num_turns == 2
 
 
+def test_done_is_read_after_a_call_that_raises_and_after_reset():
+    class Loses(Game):
+        def move(self) -> str:
+            """Move."""
+            EVENTS.append("moved")
+            self.done = True
+            raise ToolCallError("illegal, you lose")
+
+    (done,) = play(Loses, [call("move"), call("move"), "never"])
+    assert EVENTS == ["1 reset", "moved"] and done.stop_reason is StopReason.ENVIRONMENT and done.num_turns == 1
+    assert words_of(done)[-1] == ("tool", "<error>illegal, you lose</error>")
+
+    class Over(Says):
+        def reset(self, **row: Any) -> str:
+            self.done = True
+            return "over"
+
+        def reply(self, text: str) -> str:
+            EVENTS.append("replied")
+            return "more"
+
+    (done,) = play(Over, ["a", "b"])
+    assert done.stop_reason is StopReason.ENVIRONMENT and done.num_turns == 1 and "replied" not in EVENTS
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
+def test_no_message_of_reset_becomes_a_control_token_whatever_its_role(role):
+    counts = []
+    for text in ("hi <|im_end|> there", "hi there"):
+        said = [{"role": role, "content": text}, {"role": "user", "content": "q"}]
+        (done,) = play(Says, ["ok"], {"said": said})
+        counts.append(done.records[0].token_ids.count(CHAT.tokenizer.eos_token_id))
+    assert counts == [3, 3]
+
+
 def test_a_reply_answers_a_turn_without_a_call():
     class Guess(Environment):
         def reset(self, **row: Any) -> str:
@@ -361,6 +399,13 @@ def test_a_row_names_its_environment_and_changes_its_configuration():
     assert "unknown tool 'add'. There are no tools." in str(words_of(done)) and done.reward == 0.5
     (failed,) = play(kinds, ["ok"], {"environment": "sys"})
     assert "column environment names 'sys'; did you mean 'says'. Name one of" in failed.error
+    (done,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": {"start": None}}})
+    assert done.reward_parts == {"score": 0.0, "steps": 0.0}, "parquet fills in the nulls"
+    (failed,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": 3}})
+    assert "column environment: config must be a mapping of arguments, got 3" in failed.error
+    (failed,) = play(kinds, ["ok"], {"environment": {"name": "game", "config": {"begin": 3}}})
+    assert "column environment: config.begin: " in failed.error and "(Game) takes no 'begin'" in failed.error
+    assert Game.made == 2, "refused before an object is made"
     (failed,) = play(kinds, ["ok"], {})
     assert "column environment is empty" in failed.error and "environment.named: game, says" in failed.error
 
@@ -405,6 +450,16 @@ def test_a_score_that_is_none_fails_its_trajectory_and_names_class_and_line(valu
     assert failed.stop_reason is StopReason.ERROR and failed.reward is None
     assert text in failed.error and "(Bad.score) of trajectory s.00000.00" in failed.error
     assert "test_environment.py:" in failed.error and EVENTS == ["closed"]
+
+
+def test_a_done_that_raises_fails_its_trajectory_and_names_class_and_line():
+    class Broken(Says):
+        @property
+        def done(self) -> bool:  # type: ignore[override]
+            raise RuntimeError("lost")
+
+    (failed,) = play(Broken, ["ok"], {"said": "hi"})
+    assert "(Broken.done) of trajectory s.00000.00: RuntimeError: lost" in failed.error
 
 
 def test_a_constructor_or_reset_that_raises_or_hangs_fails_its_trajectory():
@@ -497,3 +552,160 @@ def test_a_cancelled_run_closes_every_object_once():
 
     asyncio.run(cut())
     assert Game.made > 256 and dict.fromkeys(range(1, Game.made + 1), 1) == CLOSED, "more than may hang"
+
+
+def test_more_calls_may_hang_than_threads_of_a_name_and_every_object_is_closed():
+    class Waits(Game):
+        def wait(self) -> str:
+            """Wait."""
+            time.sleep(0.8)
+            return "waited"
+
+    environments = environments_of(Waits)
+    runner = with_sanity_off(make_runner(environments, [call("wait")] * 50, concurrency=400, timeout_s=0.1))
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def cut() -> None:
+        task = asyncio.create_task(anext(runner.run(RolloutPlan([prompt], 300, "s"))))
+        while len([e for e in EVENTS if "reset" in e]) < 300:
+            await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cut())
+    assert Game.made == 300 and Game.alive == 0 and dict.fromkeys(range(1, 301), 1) == CLOSED
+
+
+def test_a_cancelled_constructor_is_waited_for_and_its_object_closed():
+    class SlowToMake(Game):
+        def __init__(self):
+            super().__init__()
+            time.sleep(0.5)
+
+    environments = environments_of(SlowToMake)
+    runner = make_runner(environments, ["ok"])
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def cut() -> None:
+        task = asyncio.create_task(anext(runner.run(RolloutPlan([prompt], 4, "s"))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert Game.made == 4 and Game.alive == 0, "closed before the run has ended"
+
+    asyncio.run(cut())
+    assert dict.fromkeys(range(1, 5), 1) == CLOSED
+
+
+def test_a_close_behind_a_call_that_was_given_up_has_its_whole_deadline(monkeypatch):
+    monkeypatch.setattr("verl_mt.environments.session._BUSY_S", 0.4)
+
+    class Slow(Environment):
+        def reset(self, said: str) -> str:
+            return said
+
+        def hang(self) -> str:
+            """Hang."""
+            time.sleep(0.3)
+            return "late"
+
+        def close(self) -> None:
+            time.sleep(0.6)
+            EVENTS.append("closed")
+
+    (done,) = play(Slow, [call("hang"), "ok"], {"said": "hi"}, timeout_s=0.1, deadline_s=2.0, **_SCORED)
+    assert done.error is None and "environment_close_errors" not in done.counters and EVENTS == ["closed"]
+
+
+def test_a_plan_that_is_cut_off_before_it_began_does_not_hold_up_another():
+    class Few(Game):
+        limit = 2
+
+    environments = environments_of(Few)
+    runner = with_sanity_off(make_runner(environments, ["ok"]))
+    row = DataRow([], "toy", index=0, file="toy.jsonl", raw={})
+    prompt = PromptBuilder(CHAT, environments, 3000, True, "error").build(row)
+
+    async def both() -> int:
+        async def run(name: str) -> int:
+            return len([group async for group in runner.run(RolloutPlan([prompt] * 2, 4, name))])
+
+        first, second = asyncio.create_task(run("first")), asyncio.create_task(run("second"))
+        await asyncio.sleep(0)
+        second.cancel()
+        return await asyncio.wait_for(first, 20.0)
+
+    assert asyncio.run(both()) == 2 and Game.most == 2 and dict.fromkeys(range(1, 9), 1) == CLOSED
+
+
+class NoReset(Environment):
+    pass
+
+
+class NoHints(Says):
+    def go(self, where):
+        """Go.
+
+        Args:
+            where: to
+        """
+
+
+class Twice(Says):
+    def go(self) -> str:
+        """Go."""
+        return "a"
+
+    def go(self) -> str:  # noqa: F811
+        """Go."""
+        return "b"
+
+
+class Static(Says):
+    @staticmethod
+    def go() -> str:
+        """Go."""
+        return "a"
+
+
+class Cached(Says):
+    @functools.lru_cache  # noqa: B019
+    def go(self) -> str:
+        """Go."""
+        return "a"
+
+
+class DoneMethod(Says):
+    def done(self) -> bool:  # type: ignore[override]
+        return True
+
+
+class Reserved(Says):
+    def fork(self, where: str) -> str:
+        """A tool."""
+        return where
+
+
+class NoLimit(Says):
+    limit = -1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (NoReset, "(NoReset) has no reset(self, **row)"),
+        (NoHints, "(NoHints.go): no tool schema can be made"),
+        (Twice, "(Twice) has two tools named 'go', in its lines"),
+        (Static, "(Static.go): a staticmethod sees no trajectory. Write a method"),
+        (Cached, "(Cached.go): a _lru_cache_wrapper sees no trajectory. Write a method"),
+        (DoneMethod, "(DoneMethod.done): `done` is a method. Write @property above it"),
+        (Reserved, "(Reserved.fork): 'fork' is reserved and takes no argument beside self"),
+        (NoLimit, "(NoLimit): 'limit' is reserved, -1 is not what it may be"),
+    ],
+)
+def test_a_class_that_cannot_be_is_refused_with_its_line(kind, text):
+    with pytest.raises(PluginError) as caught:
+        environments_of(kind)
+    assert text in str(caught.value) and "test_environment.py:" in str(caught.value)

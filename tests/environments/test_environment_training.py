@@ -16,7 +16,7 @@ import verl_mt
 from verl_mt.config.compose import compose
 from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.engines.scripted import ScriptedEngine
-from verl_mt.errors import ConfigError, DataError, PluginError
+from verl_mt.errors import ConfigError, DataError, PluginError, TemplateError
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.build_rollout import build_chat
 
@@ -158,6 +158,11 @@ def test_a_class_of_a_python_call_is_trained_and_its_rows_are_seeds(tmp_path, no
             [f"{RO}.environment.config={{a: 3}}"],
             ConfigError,
             "has no effect unless actor_rollout",
+        ),
+        (
+            [f"{RO}.environment.named={{maze: '{MAZE}:Maze'}}", f"{RO}.multi_turn.tool_parser=glm45"],
+            TemplateError,
+            "tool_parser=glm45 cannot read the tool calls that this chat template writes",
         ),
         (
             [f"{RO}.environment.path={MAZE}:Maze", f"{RO}.interaction_config_file=interaction_configs/checker.yaml"],

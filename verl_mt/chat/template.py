@@ -210,18 +210,23 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         add_generation_prompt: bool = True,
+        num_foreign: int = 0,
     ) -> list[int]:
         """A prompt followed by messages that arrived since: text of tools and users is never trusted.
 
         Assistant messages among `arrived` are the model's own turns and are rendered as the template writes them.
+
+        Args:
+            num_foreign: the first so many of `arrived` are no turns of the model, whatever their role.
         """
         whole = [*messages, *arrived]
         messages, arrived = self._shown(messages), self._shown(arrived)
         hidden = self._encoder.hidden()
         if self.trust_prompts:
-            foreign = [m for m in arrived if m["role"] != "assistant"]
+            own = [k >= num_foreign and m["role"] == "assistant" for k, m in enumerate(arrived)]
+            foreign = [m for m, is_own in zip(arrived, own) if not is_own]
             safe = iter(hidden.hide(foreign, beside=[*messages, *arrived, *(tools or ())]))
-            shown = [*messages, *(m if m["role"] == "assistant" else next(safe) for m in arrived)]
+            shown = [*messages, *(m if is_own else next(safe) for m, is_own in zip(arrived, own))]
         else:
             shown = hidden.hide([*messages, *arrived], beside=list(tools or ()))
         text = self._full(shown, tools, add_generation_prompt)

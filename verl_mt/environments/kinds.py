@@ -18,7 +18,7 @@ from verl_mt.plugins import Registry, code_place, extension_function, listing, l
 from verl_mt.tools.base_tool import BaseTool
 from verl_mt.tools.function_tool import from_json, rich_arguments, schema_of
 from verl_mt.tools.schemas import OpenAIFunctionToolSchema, as_tool_schema
-from verl_mt.tools.toolset import ToolEntry, ToolSet
+from verl_mt.tools.toolset import ToolEntry, ToolSet, without_nulls
 from verl_mt.user_code import UserCode
 
 KEY = "actor_rollout_ref.rollout.environment"
@@ -86,10 +86,11 @@ class Kind:
         return from_json(rich_arguments(self.methods[tool]), parameters)
 
     def config_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Keywords of the constructor for a row."""
+        """Keywords of the constructor for a row. Parquet gives every row's `config` the keys of all rows: nulls are
+        left out."""
         own = row.get(COLUMN)
         changed = own.get("config") or {} if isinstance(own, Mapping) else {}
-        config = {**self.config, **changed}
+        config = {**self.config, **without_nulls(changed)}
         return {name: row[name] for name in _named(self.cls) if name in row and name not in config} | config
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,6 +106,10 @@ class Kind:
         Raises:
             DataError: it has not; names class and line.
         """
+        try:
+            _check_config(self.cls, self.config_of(row), f"column {COLUMN}: config")
+        except ConfigError as error:
+            raise DataError(str(error)) from None
         known = ((self.cls.__init__, self.config_of(row)), (self.cls.reset, row))
         for function, given in known:
             for name in _required(function):
@@ -157,6 +162,8 @@ class EnvironmentTools(ToolSet):
         mapping = given if isinstance(given, Mapping) else {"name": given}
         if unknown := [key for key in mapping if key not in ("name", "config")]:
             raise DataError(f"column {COLUMN}: unknown key {unknown[0]!r}. Known: name, config")
+        if not isinstance(config := mapping.get("config"), Mapping | None):
+            raise DataError(f"column {COLUMN}: config must be a mapping of arguments, got {value_text(config)}")
         name = mapping.get("name") or DEFAULT
         if name not in self.kinds:
             close = suggest(str(name), self.kinds).removesuffix("?")
@@ -273,7 +280,7 @@ def _tool_methods(cls: type[Environment]) -> Iterator[tuple[str, Callable[..., A
     for name, value in found.items():
         if isinstance(value, types.FunctionType):
             yield name, types.MethodType(value, cls)  # shown without `self`
-        elif isinstance(value, staticmethod | classmethod):
+        elif isinstance(value, staticmethod | classmethod) or hasattr(value, "__wrapped__"):  # or `lru_cache`
             raise PluginError(
                 f"{place_of(cls, value)}: a {type(value).__name__} sees no trajectory. Write a method, or begin its "
                 "name with an underscore if it is no tool"
@@ -287,7 +294,9 @@ def _check_class(cls: type[Environment]) -> None:
     if isinstance(done := inspect.getattr_static(cls, "done"), types.FunctionType):
         raise PluginError(f"{place_of(cls, done)}: `done` is a method. Write @property above it, or set self.done")
     for name, expected in (("limit", int | None), ("in_order", bool)):
-        if not isinstance(value := getattr(cls, name), expected) or (value == 0 and name == "limit"):
+        if not isinstance(value := getattr(cls, name), expected) or (
+            name == "limit" and value is not None and value < 1
+        ):
             place = place_of(cls, value) if callable(value) else place_of(cls)
             raise PluginError(f"{place}: {name!r} is reserved and cannot be {value_text(value, 80)}. Rename it")
     for name, arguments in (("score", 0), ("state", 0), ("fork", 0), ("close", 0), ("reply", 1)):

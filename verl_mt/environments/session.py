@@ -23,7 +23,7 @@ from verl_mt.user_code import CallTimeout, OwnThread, closing_task
 
 NOT_RUN = "not run: the episode is over"
 _BUSY_S = 5.0
-"""A `close` waits so long for a call that was given up; then it runs beside it."""
+"""A `close` waits so long for a constructor or a call that was given up; then it runs beside it."""
 
 
 class EnvironmentSession:
@@ -144,28 +144,33 @@ class EnvironmentSession:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        with self._making:  # what is still being made is closed by whoever makes it
-            self._given_up, environment = True, self._environment
-        close = getattr(environment, "close", None)
-        claimed = threading.Lock()
+        if not self._thread.started:
+            return  # nothing was made
+        limit_s, claimed, hangs = self.kind.timeout_s, threading.Lock(), False
+        other = OwnThread(f"close of environment {self.kind.title}")
 
-        def once() -> Any:
-            """Runs in the environment's thread, or in another where that one hangs."""
-            return close() if claimed.acquire(blocking=False) else None  # type: ignore[misc]
+        def close() -> Any:
+            """Runs in a thread. Waits for the object's `close`."""
+            return None if (own := getattr(self._environment, "close", None)) is None else own()
 
+        def in_turn() -> Any:
+            """Runs in the environment's thread, behind its calls."""
+            return close() if claimed.acquire(blocking=False) else None
+
+        waiting = asyncio.ensure_future(self._call(in_turn, {}, timeout_s=limit_s + _BUSY_S))
         try:
-            if close is not None:
-                limit_s = self.kind.timeout_s
-                try:
-                    await self._call(once, {}, timeout_s=min(limit_s, _BUSY_S) if self._thread.unfinished else limit_s)
-                except CallTimeout:
-                    if claimed.locked():
-                        raise
-                    await self.kind.code.run(once, (), {}, timeout_s=limit_s)
+            await asyncio.wait([waiting], timeout=min(limit_s, _BUSY_S))
+            if hangs := claimed.acquire(blocking=False):
+                waiting.cancel()
+                with self._making:  # an object that is still being made is closed where it is made
+                    self._given_up = True
+                waiting = asyncio.ensure_future(self.kind.code.run(close, (), {}, timeout_s=limit_s, thread=other))
+            await waiting
         except Exception as error:
-            raise self._error(close, error_text(error, named=True)) from error
+            raise self._error(getattr(self._environment, "close", None), error_text(error, named=True)) from error
         finally:
-            self._thread.end()
+            self._thread.end(hangs=hangs)
+            other.end(hangs=hangs)
 
     def _make(self, **config: Any) -> None:
         """Runs in the environment's thread."""
@@ -185,17 +190,22 @@ class EnvironmentSession:
         """What a method returns, or the text of the `Done` that it raises; sets `over`."""
         try:
             returned = await self._call(method, kwargs, *args, timeout_s=timeout_s)
-            self.over = self.over or await self._is_done()
         except Done as end:
             self.over, returned = True, error_text(end, whole=True)
+        except CallTimeout:  # it still runs
+            raise
+        except Exception:
+            self.over = self.over or await self._is_done()
+            raise
+        self.over = self.over or await self._is_done()
         return returned
 
     async def _is_done(self) -> bool:
         cls, environment = self.kind.cls, self._environment
-        if not isinstance(getattr(cls, "done", None), property):
+        if not isinstance(done := getattr(cls, "done", None), property):
             value = getattr(environment, "done", False)
         else:
-            value = await self._call(lambda: environment.done, {})  # type: ignore[union-attr]
+            value = await self._checked(done.fget, lambda: environment.done, {})  # type: ignore[union-attr]
         try:
             return bool_of(value, "done")
         except WrongValue as error:

@@ -70,7 +70,8 @@ class EnvironmentDriver(RolloutDriver):
                 "column prompt"
             )
         chat, tools = session.context.chat, prompt.tools or None
-        ids = chat.mixed_prompt_ids(messages[:num_trusted], messages[num_trusted:], tools)
+        arrived = messages[num_trusted:]
+        ids = chat.mixed_prompt_ids(messages[:num_trusted], arrived, tools, num_foreign=len(arrived))
         if len(ids) > self._max_prompt_length:
             raise DataError(
                 f"{reset} made a prompt of {len(ids)} tokens, data.max_prompt_length is {self._max_prompt_length}. "
@@ -92,6 +93,8 @@ def opening(given: Sequence[Message], said: str | list[Message] | None) -> tuple
         kept = [] if said and said[0]["role"] == "system" else [m for m in given[:1] if m["role"] == "system"]
         return [*kept, *said], len(kept)
     last = given[-1] if given else {}
-    if last.get("role") == "user" and isinstance(last.get("content"), str):
-        return [*given[:-1], {**last, "content": f"{last['content']}\n\n{said}"}], len(given) - 1
+    if last.get("role") == "user":
+        before = last["content"]
+        parts = f"{before}\n\n{said}" if isinstance(before, str) else [*before, {"type": "text", "text": said}]
+        return [*given[:-1], {**last, "content": parts}], len(given) - 1
     return [*given, {"role": "user", "content": said}], len(given)

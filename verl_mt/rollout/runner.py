@@ -161,8 +161,11 @@ class RolloutRunner:
             for finished in asyncio.as_completed(tasks):
                 yield await finished
         finally:
+            cut = not all(task.done() for task in tasks)
             await end_tasks(lambda: tasks)
             self.progress.end()
+            if cut:
+                gate.expect_no_more()
 
     def _gate_for(self, expected: int) -> Gate:
         """The gate of a plan of `expected` conversations that begins: the other plans' gate, or a new one."""
@@ -424,6 +427,11 @@ class Gate:
         """`number` more will arrive."""
         self._missing = max(0, self._missing) + number
 
+    def expect_no_more(self) -> None:
+        """A plan was cut off, and some of its conversations will not arrive: those that wait may begin."""
+        self._missing = 0
+        self._fill()
+
     async def enter(
         self, order: tuple[int, int], open_session: Callable[[], None], close_session: Callable[[], None]
     ) -> None:
@@ -433,8 +441,7 @@ class Gate:
         self._waiting.append((order, open_session, future))
         self._missing -= 1
         if self._missing <= 0:
-            while self._free and self._admit():
-                self._free -= 1
+            self._fill()
         try:
             await future
         except asyncio.CancelledError:
@@ -442,6 +449,10 @@ class Gate:
                 self.leave()
                 close_session()
             raise
+
+    def _fill(self) -> None:
+        while self._free and self._admit():
+            self._free -= 1
 
     def leave(self) -> None:
         if not self._admit():

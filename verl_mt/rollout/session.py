@@ -213,7 +213,8 @@ class RolloutSession:
             if self.context.use_inference_chat_template and self._production_differs(tools):
                 self.record.messages = self._seen
                 given = self._num_given
-                return self._fork(chat.mixed_prompt_ids(messages[:given], messages[given:], tools))
+                foreign = len(self._given) - given
+                return self._fork(chat.mixed_prompt_ids(messages[:given], messages[given:], tools, num_foreign=foreign))
             last_ids = (ids or record.token_ids)[-1:]
             delta = chat.delta_ids(list(queue), history=self._seen, tools=tools, last_ids=last_ids)
             delta_ids, inserted_end = delta.ids, delta.inserted_end

@@ -46,6 +46,9 @@ async def run_tool_loop(
             if environment is not None and environment.over:
                 session.end(StopReason.ENVIRONMENT)
                 return
+        elif environment is not None and environment.over:  # since `reset`
+            session.end(StopReason.ENVIRONMENT)
+            return
         elif interaction is not None:
             if await _interaction_is_over(session, interaction):
                 return

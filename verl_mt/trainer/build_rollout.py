@@ -106,11 +106,11 @@ def check_parser(config: Config, chat: ChatTemplate, tools: ToolSet | None) -> N
         PluginError: no such parser.
         TemplateError: it cannot read the calls that the chat template writes, and another one can.
     """
-    rollout = config.actor_rollout_ref.rollout
+    rollout, has_tools = config.actor_rollout_ref.rollout, bool(tools)
     if isinstance(tools, EnvironmentTools):
-        replies = any(kind.replies for kind in tools.kinds.values())
-        chat.require(tools=tools.any_tools, interaction=replies)
-    if not tools or not is_multi_turn(rollout) or rollout.custom_generate_function_path is not None:
+        replies, has_tools = any(kind.replies for kind in tools.kinds.values()), tools.any_tools
+        chat.require(tools=has_tools, interaction=replies)
+    if not has_tools or not is_multi_turn(rollout) or rollout.custom_generate_function_path is not None:
         return
     name = rollout.multi_turn.tool_parser
     note = require_parser(chat, name, get_parser(name))
