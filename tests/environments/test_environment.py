@@ -702,7 +702,7 @@ class NoLimit(Says):
         (Cached, "(Cached.go): a _lru_cache_wrapper sees no trajectory. Write a method"),
         (DoneMethod, "(DoneMethod.done): `done` is a method. Write @property above it"),
         (Reserved, "(Reserved.fork): 'fork' is reserved and takes no argument beside self"),
-        (NoLimit, "(NoLimit): 'limit' is reserved, -1 is not what it may be"),
+        (NoLimit, "(NoLimit): 'limit' is reserved and cannot be -1"),
     ],
 )
 def test_a_class_that_cannot_be_is_refused_with_its_line(kind, text):
