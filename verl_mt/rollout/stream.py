@@ -259,7 +259,8 @@ async def _uncut(coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def _ended(given_up: Sequence[_Running]) -> None:
     """Cancelled ones have run their `finally` blocks. On the rollout's loop, where whoever was about to begin has."""
-    await asyncio.gather(*(r.task for r in given_up if r.task is not None), return_exceptions=True)
+    if tasks := [r.task for r in given_up if r.task is not None]:
+        await asyncio.wait(tasks)  # `gather` would cancel them a second time if it is cancelled itself
 
 
 async def _drain() -> None:

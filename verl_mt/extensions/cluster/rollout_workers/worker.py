@@ -139,7 +139,8 @@ class Worker:
             task.cancel()
 
         async def say_when_over() -> None:
-            await asyncio.gather(*groups, return_exceptions=True)
+            if groups:  # `gather` would cancel them a second time if it is cancelled itself
+                await asyncio.wait(groups)
             self._send(("cancelled", name))
 
         self._in_background(say_when_over())
