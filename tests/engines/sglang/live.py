@@ -36,6 +36,8 @@ ROUNDING = 1e-4
 """Log-probs of two float32 implementations of the tiny model are closer. Which tokens are sampled is chance: of 660
 turns the median of the largest differences was 1e-6, two were over 1e-5 and the largest 2.7e-5. Other weights,
 left-out adapters and a temperature a tenth off show as 1e-3 and more, which the tests assert beside it."""
+LONG = 1200
+"""Tokens of a turn that is still sampled when a test cuts it off: vLLM makes over 3,000 a second."""
 ROLLOUT = "actor_rollout_ref.rollout."
 BOTH = pytest.mark.parametrize(
     "colocated_engine",
@@ -97,7 +99,7 @@ class Lab:
                 None,
                 end_token_ids=frozenset(self.chat.stop_token_ids),
                 decode=self.chat.decode,
-                max_model_len=self.local.context.limits.max_model_len,
+                max_model_len=max(LONG + 200, self.local.context.limits.max_model_len),
                 deterministic=False,
                 seed=0,
             )

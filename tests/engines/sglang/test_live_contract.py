@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 from engine_models import request
-from live import BOTH, ROUNDING, Lab, log_probs, processes_of_group, without_end, worst_difference
+from live import BOTH, LONG, ROUNDING, Lab, log_probs, processes_of_group, without_end, worst_difference
 
 from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
@@ -113,23 +113,23 @@ def test_an_end_of_sequence_id_of_the_models_files_that_is_not_ours_does_not_end
 
 def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
     async def go():
-        ask = request(prompt, max_new_tokens=250, temperature=HOTTEST)
+        ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST)
         task = asyncio.ensure_future(colocated.generate(ask))
         # While a short request is answered the long one is sampled too.
         await colocated.generate(request(prompt, max_new_tokens=4))
         await colocated.abort(ask.request_id)
         deadline_s, by_deadline = 0.15, None
-        while by_deadline is None or not 0 < len(by_deadline.token_ids) < 250:  # some machines sample faster
+        while by_deadline is None or not 0 < len(by_deadline.token_ids) < LONG:  # some machines sample faster
             if by_deadline is not None:
                 deadline_s *= 0.5 if by_deadline.token_ids else 1.5
-            ask = request(prompt, max_new_tokens=250, temperature=HOTTEST, deadline_s=deadline_s)
+            ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST, deadline_s=deadline_s)
             by_deadline = await colocated.generate(ask)
         return [await task, by_deadline]
 
     with without_end(colocated):
         outputs = run(go())
     for output in outputs:
-        assert output.finish_reason == "abort" and 0 < len(output.token_ids) < 250
+        assert output.finish_reason == "abort" and 0 < len(output.token_ids) < LONG
         assert worst_difference(lab.module, prompt, output, HOTTEST) < ROUNDING
 
 
@@ -139,7 +139,7 @@ def test_weights_that_change_in_the_middle_of_a_turn_are_told_token_by_token(col
 
     async def go():
         for _ in range(9):
-            task = asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=240, temperature=HOTTEST)))
+            task = asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=LONG, temperature=HOTTEST)))
             await colocated.generate(request(prompt, max_new_tokens=4))  # the other turn is sampled meanwhile
             await colocated.pause(mode)
             if not task.done():
@@ -172,10 +172,10 @@ def test_a_request_of_a_pause_waits_and_pause_abort_ends_all(colocated, prompt, 
         await colocated.resume()
         assert (await held).token_ids
         tasks = [
-            asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=250, temperature=HOTTEST)))
+            asyncio.ensure_future(colocated.generate(request(prompt, max_new_tokens=LONG, temperature=HOTTEST)))
             for _ in range(3)
         ]
-        await asyncio.sleep(0.1)
+        await colocated.generate(request(prompt, max_new_tokens=4))  # the long ones are sampled meanwhile
         await colocated.pause("abort")
         outputs = await asyncio.gather(*tasks)
         await colocated.resume()
@@ -254,9 +254,9 @@ def test_an_engine_that_was_killed_comes_back_with_the_last_weights(colocated, l
     async def go():
         await colocated.apply(update)
         (pid,) = colocated.pids
-        ask = request(prompt, max_new_tokens=250, temperature=HOTTEST)
+        ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST)
         task = asyncio.ensure_future(colocated.generate(ask))
-        await asyncio.sleep(0.1)
+        await colocated.generate(request(prompt, max_new_tokens=4))  # the long one is sampled meanwhile
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineGoneError):
             await task
