@@ -55,7 +55,7 @@ class Texts(FixedChat):
     def continuation_ids(self, text):
         return [ord(letter) for letter in text]
 
-    def mixed_prompt_ids(self, trusted, plain, tools=None):
+    def mixed_prompt_ids(self, trusted, plain, tools=None, num_foreign=0):
         self.mixed = (list(trusted), list(plain), tools)
         return [7, 7, 7]
 

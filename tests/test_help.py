@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,18 @@ from verl_mt.extension_points import own
 
 REPO = Path(__file__).parents[1]
 PACKAGE = REPO / "verl_mt"
+
+
+def as_documented(path: str) -> str:
+    """`doctor` of `verl_mt.extensions.inspection.doctor`, if it can be started by that name."""
+    short = ".".join(path.split(".")[3:])
+    return short if find_spec(f"verl_mt.{short}") else path.removeprefix("verl_mt.")
+
+
 COMMANDS = sorted(
     {f.parent.name for f in PACKAGE.glob("*/__main__.py")}
     | {f.stem for f in PACKAGE.glob("*.py") if 'if __name__ == "__main__":' in f.read_text()}
-    | {".".join(path.split(".")[3:]) for path in own("verl_mt.commands").values()}
+    | {as_documented(path) for path in own("verl_mt.commands").values()}
 )
 """Under the names that the pages give them."""
 SAYS_WHAT_WAS_IMPORTED = """

@@ -37,7 +37,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 """Among them is, for every row, one that it takes, and for every converter that refuses, one that it refuses."""
 REFUSING = {
-    "as_list", "rewards_by_name", "weights", "columns", "trackers", "trace_backend", "engine", "convert",
+    "as_list", "rewards_by_name", "weights", "columns", "trackers", "trace_backend", "convert",
     "slime_estimator", "group_filter", "swift_correction", "async_or_sync", "plus_one",
 }  # fmt: skip
 """Converters with values that have no counterpart; `convert` is that of a closed list of values."""

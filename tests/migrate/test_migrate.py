@@ -214,7 +214,7 @@ def test_the_two_commands_of_ms_swift_become_one():
     assert found.refused == []
     assert found.env == {"CUDA_VISIBLE_DEVICES": "1,2"}
     assert "hunter2" not in report(found) and any("WANDB_API_KEY" in line for line in found.dropped)
-    assert any("vLLM is not an engine" in line for line in found.dropped)
+    assert any("if it samples with vLLM" in line for line in found.dropped)
     assert "--max_turns: 3 gave way to 4" in found.notes
     config = compose(found.overrides)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

@@ -410,9 +410,10 @@ def rows_of(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def names_in(run: Path, steps: int = STEPS) -> set[str]:
-    """All files and folders but older checkpoints: one may be left, which the next checkpoint deletes."""
+    """All files and folders but older checkpoints, one of which may be left for the next checkpoint to delete, and the
+    files of Hydra that only a command writes."""
     names = {str(path.relative_to(run)) for path in run.rglob("*")}
-    return {name for name in names if not name.startswith(f"checkpoints/step_{steps // 2:06d}")}
+    return {name for name in names if not name.startswith((f"checkpoints/step_{steps // 2:06d}", ".hydra"))}
 
 
 def differences(reference: Path, other: Path, steps: int = STEPS) -> list[str]:

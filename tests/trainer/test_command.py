@@ -384,7 +384,7 @@ def test_secrets_never_reach_the_run_directory(tmp_path, monkeypatch):
     }  # fmt: skip
     written = [p for p in run.rglob("*") if p.is_file()]
     assert len(written) > 5
-    with pytest.raises(ConfigError, match=r"engine_kwargs is \{'env': \{'EXA': '\*\*\*'\}\}"):
+    with pytest.raises(ConfigError, match=r"engine_kwargs=\{'env': \{'EXA': '\*\*\*'\}\}"):
         compose(["actor_rollout_ref.rollout.engine_kwargs={env: {EXA: pw88}}"])  # only SGLang has some
     planted = (b"sk-very-secret", b"Zx81Qk77vW23pL90", b"plantedword", b"pw77", b"pw88", b"Qm20Ld93cV58yJ61",
                b"Tk55Rw09hN41sB76", b"tool-pw")  # fmt: skip

@@ -47,6 +47,7 @@ from verl_mt.config.normalize import (
     Outcome,
     Problem,
     Sweep,
+    is_key,
     normalize_overrides,
     normalize_tree,
     raise_problems,
@@ -373,7 +374,7 @@ def _plan(
     base, name = _locate(config_name or TINY, folder, extra)
     overrides, searched = with_search_path(overrides, base / f"{name}.yaml")
     folders = (base, *extra, *searched)
-    if any(word.startswith("+") or is_choice(word, folders) for word in overrides):
+    if any(is_choice(word, folders) or (word.startswith("+") and not is_key(group_of(word))) for word in overrides):
         import_plugins(_named_plugins(overrides))  # they may add files to groups, in Hydra's ConfigStore
     chosen = [word for word in overrides if is_choice(word, folders)]
     lines, given = normalize_overrides([word for word in overrides if word not in chosen], sweep)

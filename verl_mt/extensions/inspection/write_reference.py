@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import types
 import typing
@@ -91,4 +92,5 @@ def _only_if(condition: Condition | None) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description="Print docs/configuration.md, the page of all keys.").parse_args()
     print(reference(), end="")
