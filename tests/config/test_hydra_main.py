@@ -491,7 +491,7 @@ def test_a_job_that_fails_does_not_end_the_sweep(tmp_path):
     assert "0 finished, 0 skipped, 1 failed" in asked.stdout
 
 
-@pytest.mark.release  # a kill is also part of the sweep below, and these jobs take two minutes
+@pytest.mark.release  # a kill is also part of the sweep above, and these jobs take two minutes
 def test_a_killed_job_is_named_and_the_same_command_runs_only_it(tmp_path):
     (tmp_path / "score.py").write_text(
         "import os, pathlib\n\ndef compute_score(solution_str, kill=False, **kw):\n"
