@@ -48,7 +48,7 @@ OmegaConf.register_new_resolver("product", lambda a, b: a * b, replace=True)
 """
 MINE, PLUGIN = ["-cn", "mine"], "external_plugins=[nodes.py]"
 RUNS = {
-    "a YAML file of yours": [*MINE],
+    "your YAML file": [*MINE],
     "a config group": [*MINE, "+size=small"],
     "@package _global_": [*MINE, "+size=small", "algo=rloo"],
     "+experiment= with override /algo:": [*MINE, "+experiment=big"],
@@ -60,8 +60,8 @@ RUNS = {
     "hydra/launcher=": [*MINE, "hydra/launcher=basic"],
     "hydra.run.dir=": [*MINE, "hydra.run.dir=out/${now:%Y}"],
     "hydra.job.chdir=": [*MINE, "hydra.job.chdir=True"],
-    "a resolver of yours": [*MINE, "data.seed=${product:3,4}", PLUGIN],
-    "a dataclass of yours in the ConfigStore": [*MINE, "+algorithm=mine", PLUGIN],
+    "your resolver": [*MINE, "data.seed=${product:3,4}", PLUGIN],
+    "your dataclass in the ConfigStore": [*MINE, "+algorithm=mine", PLUGIN],
 }
 REFUSED = {
     "+new.key=": [*MINE, "+new.key=1"],
