@@ -11,6 +11,7 @@ from pathlib import Path
 
 import maze
 import pytest
+import warm_start
 
 import verl_mt
 from verl_mt.config.compose import compose
@@ -95,7 +96,7 @@ def command(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     words = (*SMALL, f"trainer.default_local_dir={tmp_path / 'run'}", f"{RO}.environment.path={MAZE}:Maze", *words)
     # What the children say is only shown when the test fails.
     with (tmp_path / "output").open("w") as output:
-        return subprocess.Popen(
+        return warm_start.Popen(
             [sys.executable, "-m", "verl_mt.trainer", *words], cwd=tmp_path, stdout=output, stderr=output, text=True
         )
 
