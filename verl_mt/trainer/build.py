@@ -173,21 +173,17 @@ def _require_copyable(config: Config) -> None:
     name, model = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model
     if not config.trainer.steps_ahead or not engines.samples_from_policy(name):
         return
-    why = ""
-    if is_multimodal(resolve_model_path(model.path), model.revision):
-        why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
-    else:
+    why = "sees images"
+    if not is_multimodal(resolve_model_path(model.path), model.revision):
         empty = meta_causal_lm(**source_of(model))
-        if others := {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys():
-            why = (
-                f"the checkpoint of {model.path} has weights that the model keeps in another shape ({min(others)}, as "
-                f"mixtures of experts do), and {name} samples such a model from the policy's own"
-            )
-    if why:
-        raise ConfigError(
-            f"trainer.max_staleness={config.trainer.max_staleness}: {why}, which are trained meanwhile; use "
-            "actor_rollout_ref.rollout.name=sglang, or max_staleness=0"
-        )
+        others = {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys()
+        if not others:
+            return
+        why = f"keeps weights in other shapes or under other names than its checkpoint ({min(others)})"
+    raise ConfigError(
+        f"trainer.max_staleness={config.trainer.max_staleness}: {model.path} {why}, and {name} samples such a model "
+        "from weights that are trained meanwhile. Set actor_rollout_ref.rollout.name=sglang, or max_staleness=0"
+    )
 
 
 def _source(parts: SourceParts) -> RolloutSource:

@@ -28,12 +28,12 @@ from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas import shared_memory
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape, model_shape
 from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
 from verl_mt.extensions.cluster.replicas.replica import Replica
 from verl_mt.extensions.cluster.replicas.routing import Router
 from verl_mt.extensions.cluster.replicas.turn import Turn
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice, PublishesHere, WeightSender, send_to_all
-from verl_mt.modeling.weights import ModelShape, model_shape
 
 _log = logging.getLogger(__name__)
 _ABORT_CALL_S = 60.0

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from verl_mt.engines.base import Disk, FromRanks, Publishers, Receiver, TensorBuckets, WeightPublisher, WeightUpdate
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape
 from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
-from verl_mt.modeling.weights import ModelShape
 
 Member = tuple["WeightSender", Client]
 Choice = tuple[type[WeightPublisher], tuple[Any, ...]]
