@@ -18,8 +18,9 @@ class ModelShape:
     vocab_size: int
     weights: dict[str, tuple[int, ...]]
     """Name in the checkpoint -> shape of all that an update sends."""
-    unsent: frozenset[str] = frozenset()
-    """Names of the checkpoint that no update sends: those of a vision tower that is not loaded, for example."""
+    unsent: frozenset[str] | None = frozenset()
+    """Names of the checkpoint that no update sends: those of a vision tower that is not loaded, for example. None = its
+    files do not say what they hold."""
 
     @property
     def has_experts(self) -> bool:
@@ -44,7 +45,7 @@ def model_shape(path: str, *, revision: str | None = None, trust_remote_code: bo
     if held:  # other files than safetensors do not say what they hold
         _compare(path, weights, held)
     vocab_size = model.config.get_text_config().vocab_size
-    return ModelShape(vocab_size, weights, frozenset(held.keys() - weights.keys()))
+    return ModelShape(vocab_size, weights, frozenset(held.keys() - weights.keys()) if held else None)
 
 
 def _compare(path: str, weights: dict[str, tuple[int, ...]], held: dict[str, tuple[int, ...]]) -> None:

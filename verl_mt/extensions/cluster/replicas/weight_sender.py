@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from verl_mt.engines.base import Disk, FromRanks, Publishers, Receiver, TensorBuckets, WeightPublisher, WeightUpdate
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.extensions.cluster.replicas.clients import Client
@@ -215,6 +217,8 @@ class PublishesHere:
                 except Exception as error:
                     problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
                     return [problem] * len(receivers)
+                finally:
+                    torch.cuda.empty_cache()  # the engine takes its cache back next
 
         return await asyncio.to_thread(here)
 

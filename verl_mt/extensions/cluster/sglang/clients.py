@@ -16,7 +16,7 @@ import httpx
 
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
-from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, ChildClient, Client, Endpoint
+from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildClient, Client, Endpoint
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions, is_local
 from verl_mt.extensions.cluster.sglang.processes import child, reserve_port
@@ -174,6 +174,7 @@ class LaunchedServer(HttpClient):
         """Runs on the client's loop. Waits for the server to load the model."""
         port = self.url.rpartition(":")[2]
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
+        words += ["--load-format", EMPTY["load_format"]] if self.starts_empty else []
         reading, self._lifeline = os.pipe()
         os.write(self._lifeline, self._key.encode())
         try:

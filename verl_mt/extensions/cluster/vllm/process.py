@@ -20,7 +20,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,8 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
 
     def start_weight_update(self) -> None:
         """Layers take checkpoint tensors again."""
+        self._own = {name for name, _ in self.model.named_parameters()}
+        self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -90,15 +92,23 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
             files = sorted(glob.glob(os.path.join(glob.escape(update_info.path), "*.safetensors")))
             if not files:
                 raise ValueError(f"{update_info.path} holds no *.safetensors")
-            self.model.load_weights(safetensors_weights_iterator(files, False))
+            self._load(safetensors_weights_iterator(files, False))
             return
         with open(update_info.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
             weights = [_copied(shared, *entry) for entry in update_info.entries]
-        self.model.load_weights(weights)
+        self._load(weights)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded = self.model.load_weights(weights)
+        self._loaded |= self._own if loaded is None else loaded  # a model that does not say which
 
     def finish_weight_update(self) -> None:
         """What was not processed layer by layer is processed now. An output layer that has the embedding's tensor loads
-        none itself: on a CPU its packed copy would stay the old one."""
+        none itself: on a CPU its packed copy would stay the old one. An engine that has read no files has got all of
+        its weights by now: vLLM asks the same of a checkpoint."""
+        left = sorted(self._own - self._loaded)
+        if left and self.vllm_config.load_config.load_format == "dummy":
+            raise ValueError(f"vLLM's model has {len(left)} weights that no update sends, such as {left[0]}")
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
