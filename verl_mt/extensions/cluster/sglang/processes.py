@@ -49,6 +49,7 @@ _INPUT_CLASSES = {
 """Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
 
 
+_KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
 _IS_WEIGHT = re.compile(r"(weight|bias)$")
 """The names of an SGLang model's parameters that each update replaces. Buffers have other names."""
 _PLAIN_CALLS = {"abort_request": "AbortReq", "flush_cache": "FlushCacheReqInput"}
@@ -182,8 +183,10 @@ class EngineHost:
         if isinstance(result, tuple) and not result[0]:
             return {"success": False, "message": str(result[1])}
         if name in ("end_weight_update", "update_weights_from_disk") and (left := await self._still_random()):
-            some = f"SGLang's model has {len(left)} weights that no update sends, such as {left[0]}"
-            return {"success": False, "message": some}
+            return {
+                "success": False,
+                "message": f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}",
+            }
         return {"success": True}
 
     async def _still_random(self) -> list[str]:

@@ -108,7 +108,10 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
         its weights by now: vLLM asks the same of a checkpoint."""
         left = sorted(self._own - self._loaded)
         if left and self.vllm_config.load_config.load_format == "dummy":
-            raise ValueError(f"vLLM's model has {len(left)} weights that no update sends, such as {left[0]}")
+            raise ValueError(
+                f"its model has {len(left)} weights that no update sends, such as {left[0]}; set "
+                "actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
