@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import torch
 
@@ -93,3 +95,12 @@ class ReplicaOptions:
         """Whether training has the same devices."""
         apart = any(host.rank is None for host in self.hosts)
         return not (apart or self.servers or self.num_launched)
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL says that it is on this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -12,11 +12,12 @@ import torch
 
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
-from verl_mt.engines.base import Branch, EngineSetup, InferenceEngine, Receiver
+from verl_mt.engines.base import Branch, EngineSetup, InferenceEngine
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.clients import Client, HostedClient
 from verl_mt.extensions.cluster.replicas.engine import ReplicatedEngine
+from verl_mt.extensions.cluster.replicas.options import is_local
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice
 from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, HttpClient, LaunchedServer
 from verl_mt.extensions.cluster.sglang.options import (
@@ -24,11 +25,10 @@ from verl_mt.extensions.cluster.sglang.options import (
     check_devices,
     check_launched,
     check_rollout,
-    is_local,
     nccl_environment,
     require_sglang,
 )
-from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher, WeightBroadcaster
+from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher
 
 _log = logging.getLogger(__name__)
 _COLOCATED = "verl_mt.engines.sglang.clients.ColocatedClient"
@@ -134,9 +134,5 @@ class SGLangEngine(ReplicatedEngine):
         arguments = self._options.engine_arguments()
         return arguments | {"random_seed": arguments["random_seed"] + number}
 
-    def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
-        transport, beside = self._options.transport, receiver.rank is not None
-        near = transport in ("tensors", "copy") or (client.local if here else beside)
-        if near and transport != "broadcast":
-            return BucketPublisher, (transport == "copy",)
-        return WeightBroadcaster, ()
+    def _memory_publisher(self) -> Choice:
+        return BucketPublisher, (self._options.transport == "copy",)

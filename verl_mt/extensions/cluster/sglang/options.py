@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import torch
 
@@ -18,7 +16,8 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
-from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
+from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, is_local
 
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
@@ -208,20 +207,10 @@ def check_devices(rollout: RolloutConfig) -> None:
 
 
 def nccl_environment(engine_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """What SGLang sets for itself where the user has not: a broadcast of weights between processes that differ in these
-    may hang or crash."""
+    """`NCCL_ALIKE`, and what SGLang sets instead for these arguments."""
     symmetric = bool(engine_kwargs.get("enable_symm_mem"))
     multicast = symmetric or bool(engine_kwargs.get("enable_nccl_nvls"))
-    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
-
-
-def is_local(url: str) -> bool:
-    """Whether a server's URL says that it is on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return NCCL_ALIKE | {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def require_sglang() -> None:
