@@ -46,12 +46,23 @@ BOTH = pytest.mark.parametrize(
     scope="session",
 )
 """A test runs on each real engine."""
+EACH_VLLM_IN_RELEASE = [
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.release]),
+]
+"""For tests that make their own engines. A start of vLLM takes half a minute: CI has the parts that differ."""
 
 
 def vllm_python() -> str:
     """The Python with vLLM; a test is skipped where none is named."""
     python = os.environ.get("VERL_MT_VLLM_PYTHON")
     return python or pytest.skip("VERL_MT_VLLM_PYTHON names no Python with vLLM (docs/vllm.md)")
+
+
+def words_of(name: str) -> list[str]:
+    """Overrides of a run with this engine."""
+    words = [f"name={name}", f"engine_timeout_s={START_S}", *([f"python={vllm_python()}"] if name == "vllm" else [])]
+    return [ROLLOUT + word for word in words]
 
 
 class Loop:

@@ -122,7 +122,7 @@ def test_new_weights_reach_a_server_in_the_middle_of_a_turn(attached_by, lab: La
         output = run(go())
         after = run(engine.generate(request(prompt, temperature=1.0, max_new_tokens=60)))
     assert [span.version for span in output.version_spans] in ([0, 1], [0]), "a fast server may have ended the turn"
-    assert after.version_spans == [VersionSpan(1, 60)] and after.cached_tokens == 0
+    assert after.version_spans == [VersionSpan(1, 60)]
     assert worst_difference(other, prompt, after) < ROUNDING
     assert worst_difference(lab.module, prompt, after) > 1e-2
     # Who comes next finds other weights than those of the files, and sets the server back.
