@@ -102,7 +102,7 @@ class Lab:
     def engine(self, *overrides: str, name: str = "sglang") -> Any:
         """A real engine for this task, not started."""
         words = [f"name={name}", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
-        if name == "vllm":
+        if name == "vllm" and not any(word.startswith("servers=") for word in overrides):
             words.append(f"python={vllm_python()}")
         return engines.build(
             EngineSetup(

@@ -44,6 +44,10 @@ def check(*words: str) -> None:
             [ROLLOUT + "servers=[http://a:1]", ROLLOUT + "weight_transport=tensors"],
             "weight_transport=tensors: http://a:1 cannot open this machine's memory; use broadcast or disk",
         ),
+        (
+            [ROLLOUT + "servers=[http://localhost:1]", "trainer.placement=ray", "trainer.nnodes=2"],
+            "servers: http://localhost:1 is another machine to each of",
+        ),
         ([ROLLOUT + "temperature=2.5"], r"rollout.temperature=2.5: vLLM takes at most 2\."),
         ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
         ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),

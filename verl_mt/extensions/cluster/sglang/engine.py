@@ -17,7 +17,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.clients import Client, HostedClient
 from verl_mt.extensions.cluster.replicas.engine import ReplicatedEngine
-from verl_mt.extensions.cluster.replicas.options import is_local
+from verl_mt.extensions.cluster.replicas.options import check_servers
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice
 from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, HttpClient, LaunchedServer
 from verl_mt.extensions.cluster.sglang.options import (
@@ -57,6 +57,7 @@ class SGLangEngine(ReplicatedEngine):
             )
         rollout = keys_of(config.rollout)
         check_rollout(config.rollout)
+        check_servers(rollout, trainer)
         if trainer.placement == "inline":
             check_devices(config.rollout)
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
@@ -68,11 +69,6 @@ class SGLangEngine(ReplicatedEngine):
             )
         if trainer.placement != "ray":
             check_launched(config.rollout, trainer.device)
-        elif trainer.nnodes > 1 and (here := [url for url in rollout.servers if is_local(url)]):
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.servers: {', '.join(here)} is another machine to each of the "
-                f"trainer.nnodes={trainer.nnodes}: give an address that all of them reach, rank 0 asks the servers"
-            )
         if not rollout.servers:
             require_sglang()
 

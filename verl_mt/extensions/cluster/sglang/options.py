@@ -17,7 +17,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
-from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, is_local
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
@@ -114,8 +114,7 @@ class SGLangOptions(ReplicaOptions):
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
     ConfigError: engine arguments that other keys decide, that change sampling, that take no weights or that leave a
-        launched server without its key, servers that cannot open this machine's memory, or an environment with other
-        log-probs.
+        launched server without its key, or an environment with other log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
@@ -144,12 +143,6 @@ def check_rollout(rollout: RolloutConfig) -> None:
         raise ConfigError(
             f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
             "trainer's are behind it; unset it"
-        )
-    far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
-    if far:
-        raise ConfigError(
-            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
-            "use broadcast or disk"
         )
 
 

@@ -19,7 +19,7 @@ from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
-from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, is_local
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, check_servers
 from verl_mt.extensions.cluster.vllm.client import environment_of
 from verl_mt.plugins import suggest
 
@@ -212,12 +212,7 @@ def check_placement(keys: RolloutKeys, trainer: TrainerConfig, *, on_gpu: bool) 
         raise ConfigError(
             f"{KEY}.weight_transport=tensors: weights reach vLLM through main memory. Set weight_transport=copy or auto"
         )
-    far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
-    if far:
-        raise ConfigError(
-            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
-            "use broadcast or disk"
-        )
+    check_servers(keys, trainer)
     gpus, needed = torch.cuda.device_count(), keys.launch_servers * keys.tensor_model_parallel_size
     if trainer.placement != "ray" and needed and gpus and gpus < needed + on_gpu:
         raise ConfigError(
