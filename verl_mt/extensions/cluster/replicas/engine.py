@@ -26,6 +26,7 @@ from verl_mt.engines.base import (
 )
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
 from verl_mt.extensions.cluster.replicas.model_shape import ModelShape, model_shape
@@ -76,6 +77,7 @@ class ReplicatedEngine(InferenceEngine):
     kind: ClassVar[str]
     """The engine's name in messages."""
     turn: ClassVar[type[Turn]] = Turn
+    broadcaster: ClassVar[type[WeightBroadcaster]] = WeightBroadcaster
     overlaps_training = True
 
     @abc.abstractmethod
@@ -83,8 +85,14 @@ class ReplicatedEngine(InferenceEngine):
         """For each replica, what makes the client of its next life."""
 
     @abc.abstractmethod
+    def _memory_publisher(self) -> Choice:
+        """What publishes weights through the memory of one machine."""
+
     def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
         """See `WeightSender.publisher_for`."""
+        transport, beside = self._options.transport, receiver.rank is not None
+        near = transport in ("tensors", "copy") or (client.local if here else beside)
+        return self._memory_publisher() if near and transport != "broadcast" else (self.broadcaster, ())
 
     def __init__(self, options: ReplicaOptions):
         self._options = options
