@@ -79,7 +79,10 @@ def _functions() -> dict[str, dict[str, Any]]:
 def _schema(document: dict[str, Any]) -> dict[str, Any]:
     """A function as the benchmark shows it to models that call tools."""
     function = {name: document[name] for name in ("name", "description")}
-    return {"type": "function", "function": function | {"parameters": _typed(document["parameters"])}}
+    parameters = _typed(document["parameters"])
+    if document["name"] == "close_ticket":  # four solutions close ticket_001
+        parameters["properties"]["ticket_id"]["type"] = ["integer", "string"]
+    return {"type": "function", "function": function | {"parameters": parameters}}
 
 
 def _typed(schema: Any) -> Any:
@@ -114,6 +117,9 @@ class BFCL(Environment):
     In the category `miss_func` some functions are missing at first, and a later message of the user describes them.
     """
 
+    def __init__(self) -> None:
+        self._name = f"verl_mt_{next(_NUMBERS)}"
+
     @classmethod
     def tool_schemas(cls, **config: Any) -> list[dict[str, Any]]:
         """All functions of all services; the row selects (`row_of`)."""
@@ -130,7 +136,6 @@ class BFCL(Environment):
         self._task = tasks()[id]
         self._calls: list[list[str]] = [[]]  # of each turn of the user
         self._finished = False
-        self._name = f"verl_mt_{next(_NUMBERS)}"
         self._begin(self._name, of_check=False)
         return [dict(message) for message in self._task["question"][0]]
 
