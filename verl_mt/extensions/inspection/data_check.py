@@ -33,7 +33,7 @@ _MEANINGS = {
     "data_source": "chooses the reward function; validation is reported under it",
     "reward_model": "the reward gets its ground_truth",
     "ground_truth": "the reward gets it",
-    "extra_info": "the reward gets it; tools_kwargs, tool_selection, interaction_kwargs in it are read",
+    "extra_info": "the reward gets it; tools_kwargs, tool_selection, prompt_tools, interaction_kwargs in it are read",
     "images": "pictures for the places <image> of the prompt",
     "videos": "videos for the places <video> of the prompt",
     "metadata": "metadata of the sample that a generate function sees",

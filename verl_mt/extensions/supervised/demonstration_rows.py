@@ -139,7 +139,8 @@ def _tools_shown(row: dict[str, Any], tools: ToolSet | None) -> list[dict[str, A
         wanted = tools.schemas([name for name in names if name in tools.names])
     else:
         extra = row.get("extra_info") or {}
-        wanted = tools.for_row(tool_selection=extra.get("tool_selection")).schemas()
+        shown = extra.get("prompt_tools")
+        wanted = tools.for_row(tool_selection=extra.get("tool_selection"), prompt_tools=shown).schemas(shown)
     if given is None:
         return wanted
     found = list(islice(_differences(_by_name(given), _by_name(wanted)), _NUM_DIFFERENCES))
