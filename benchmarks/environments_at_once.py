@@ -160,8 +160,8 @@ def main() -> int:
     write_rows(args.out, [found])
     closed = "all closed once" if found["closed_once"] else f"{len(MADE) - len(CLOSED)} not closed"
     print(
-        f"{args.count} environments: {found['seconds']:.1f} s, {found['finished']} finished, lag {found['lag_ms']} ms at "
-        f"most and {found['lag_p99_ms']} ms at the 99th percentile, {found['MiB']} MiB, {closed}"
+        f"{args.count} environments: {found['seconds']:.1f} s, {found['finished']} finished, lag {found['lag_ms']} ms "
+        f"at most and {found['lag_p99_ms']} ms at the 99th percentile, {found['MiB']} MiB, {closed}"
     )
     return int(not found["closed_once"])
 

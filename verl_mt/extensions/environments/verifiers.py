@@ -68,7 +68,13 @@ def parts(env: Any, agent: Any = None) -> Parts:
     def rows(*, num_rows: int, seed: int, split: str) -> list[dict[str, Any]]:
         found = itertools.islice(enumerate(source.prompts(split)), num_rows if num_rows >= 0 else None)
         return [
-            {"task": number, "split": split, "prompt": prompt or _NO_PROMPT, "data_source": "verifiers", "ground_truth": None}
+            {
+                "task": number,
+                "split": split,
+                "prompt": prompt or _NO_PROMPT,
+                "data_source": "verifiers",
+                "ground_truth": None,
+            }
             for number, prompt in found
         ]
 
@@ -190,4 +196,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if hasattr(value, "model_dump"):
         value = value.model_dump()
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else json.loads(json.dumps(value, default=str))
+    return (
+        {k: v for k, v in value.items() if v is not None}
+        if isinstance(value, dict)
+        else json.loads(json.dumps(value, default=str))
+    )
