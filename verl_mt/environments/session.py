@@ -205,7 +205,7 @@ class EnvironmentSession:
             returned = await self._call(method, kwargs, *args, timeout_s=timeout_s)
         except Done as end:
             self.over, returned = True, error_text(end, whole=True)
-        except CallTimeout:  # it still runs: a property would wait for it
+        except (CallTimeout, asyncio.CancelledError):  # it still runs: a property would wait for it
             self.over = self.over or self._has_set_done()
             raise
         except Exception:
