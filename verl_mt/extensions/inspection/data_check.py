@@ -2,6 +2,7 @@
 
     python -m verl_mt.data_check train.jsonl val.jsonl
     python -m verl_mt.data_check train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
+    python -m verl_mt.data_check train.jsonl actor_rollout_ref.rollout.environment.path=maze.py:Maze
 
 Every row is read as a run reads it. Printed are what each column means, the first row as messages (with `--model` as
 the text that the model reads), and every row that cannot be used. `docs/your_own_data.md` shows a row with all columns.
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.config.compose import compose
+from verl_mt.config.rollout import EnvironmentConfig
 from verl_mt.config.schema import DataConfig
 from verl_mt.data.conversation import Message, user_texts
 from verl_mt.data.dataset import Columns, DataRow, examine_rows
-from verl_mt.errors import VerlMTError
+from verl_mt.environments.kinds import KEY, build_environments
+from verl_mt.errors import DataError, VerlMTError
 from verl_mt.plugins import listing
 
 if TYPE_CHECKING:
@@ -107,15 +110,25 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
     Args:
         path: a .parquet, .jsonl or .json file, or `module:function` as `data.train_files` takes it.
         model: a folder or hub name: its chat template renders the prompts, and its tokenizer counts them.
-        overrides: keys of `data` that say how rows are read: `["data.prompt_key=question"]`.
+        overrides: keys that say how rows are read: those of `data` (`["data.prompt_key=question"]`), and of
+            `actor_rollout_ref.rollout.environment`, whose rows need no prompt.
 
     Raises:
         VerlMTError: the file cannot be read or has no rows, a key is wrong, or the model's template cannot be had.
     """
-    data = compose(overrides, config_name="ppo_trainer").data if overrides else DataConfig()
-    columns = Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
+    config = compose(overrides, config_name="ppo_trainer") if overrides else None
+    data = config.data if config else DataConfig()
+    environment = config.actor_rollout_ref.rollout.environment if config else EnvironmentConfig()
+    makes_prompt = environment.is_configured
+    columns = Columns(
+        data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system, makes_prompt
+    )
     raw, rows, problems = examine_rows(str(path), num_rows=data.train_max_samples, columns=columns)
     remarks = _remarks(rows, columns.prompt)
+    if makes_prompt:
+        problems += _unfit(rows, environment)
+    elif raw and not any(columns.prompt in row for row in raw.values()):
+        remarks.append(f"no row has a prompt. An environment may make it: add {KEY}.path=PATH")
     rendered = longest = None
     control = _likely_control
     if model is not None and rows:
@@ -133,6 +146,18 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
         )
     found = {name: _column_found(name, list(raw.values()), columns) for row in raw.values() for name in row}
     return DataCheck(str(path), len(raw), found, rows, rendered, longest, problems, remarks)
+
+
+def _unfit(rows: Sequence[DataRow], config: EnvironmentConfig) -> list[str]:
+    """What the environment's class wants and a row has not."""
+    tools, found = build_environments(config, None, 60.0), []
+    for row in rows:
+        try:
+            assert tools is not None
+            tools.of_row(row.extra_info, row.raw)
+        except DataError as error:
+            found.append(f"{row.place}: {error}")
+    return found
 
 
 def _column_found(name: str, rows: list[dict[str, Any]], columns: Columns) -> ColumnFound:
@@ -166,7 +191,7 @@ def _remarks(rows: Sequence[DataRow], prompt: str) -> list[str]:
             f"the ground truth is of several kinds: {each}. A reward that compares texts must make texts of them"
         )
     first: dict[str, DataRow] = {}
-    again = [row for row in rows if first.setdefault(repr((row.prompt, row.ground_truth)), row) is not row]
+    again = [row for row in rows if first.setdefault(repr((row.prompt or row.raw, row.ground_truth)), row) is not row]
     if again:
         found.append(f"{_places(again)}: the same prompt and ground truth as an earlier row")
     return found
@@ -226,13 +251,13 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 where a row cannot be used, 2 for bad input (one line on stderr)."""
     parser = argparse.ArgumentParser(
         prog="python -m verl_mt.data_check",
-        usage="%(prog)s FILE [FILE ...] [--model PATH] [data.KEY=value ...]",
+        usage="%(prog)s FILE [FILE ...] [--model PATH] [KEY=value ...]",
         description=__doc__.split("\n")[0],
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".parquet, .jsonl or .json, or module:function")
     parser.add_argument("--model", help="local folder or hub name: render the prompts with its chat template")
     args = parser.parse_args(argv)
-    overrides = [word for word in args.files if word.startswith("data.") and "=" in word]
+    overrides = [word for word in args.files if word.startswith(("data.", f"{KEY}.")) and "=" in word]
     try:
         checks = [check_data(f, model=args.model, overrides=overrides) for f in args.files if f not in overrides]
     except VerlMTError as error:
