@@ -19,9 +19,9 @@ from tables import before_release
 
 from verl_mt.errors import VerlMTError
 from verl_mt.extensions.inspection.doctor.findings import Finding
-from verl_mt.extensions.inspection.doctor.forms import truth_text
 from verl_mt.extensions.inspection.doctor.meaning import wrong_text
 from verl_mt.extensions.inspection.doctor.oversights import _rates, _tools_named
+from verl_mt.extensions.inspection.doctor.row_contents import truth_text
 
 REPO = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -143,7 +143,7 @@ MORE = {
     ),
     "question that ends with its answer": Mistake(
         each_row("row['prompt'][1]['content'] += ' Answer: ' + row['reward_model']['ground_truth']"),
-        "prompts' words", ("end with their own answer", "'Answer: 300'"),
+        "prompts' words", ("hold their own answer", "'Answer: 300'"),
     ),
     "prompt column as JSON text": Mistake(
         each_row("row['prompt'] = __import__('json').dumps(row['prompt'])"),
