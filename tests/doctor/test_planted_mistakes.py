@@ -264,7 +264,7 @@ def test_names_of_tools_are_read_from_sentences_about_tools(system, names):
 @pytest.mark.parametrize(
     ("truth", "text", "wrong"),
     [
-        ("325", "325", "326"), (7, "7", "8"), (2.5, "2.5", "3.5"), ("1,200", "1,200", "1201"), ("$5", "$5", "$6"),
+        ("325", "325", "651"), (7, "7", "15"), (2.5, "2.5", "6.0"), ("1,200", "1,200", "2401"), ("$5", "$5", "$11"),
         ("B", "B", "C"), ("yes", "yes", "no"), ({"target": ["Paris", "paris"]}, "Paris", "something else"),
         (None, None, None), ('{"inputs": []}', None, None), ("line\nline", None, None), ([], None, None),
     ],

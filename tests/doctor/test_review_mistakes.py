@@ -187,6 +187,11 @@ OUTSIDERS = {
         reward("return float(bool(found) and int(found[1]) == int(ground_truth))"),
         "reward's meaning", "odd answers fail", "a word", "ValueError",
     ),
+    "reward that reads the first line only": said(
+        reward("found = re.match(r'Answer: (\\S+)', solution_str)\n"
+               "return float(bool(found) and found[1] == ground_truth)"),
+        "reward's meaning", "behind a line of reasoning",
+    ),
     "reward that looks for the truth anywhere": said(
         rewards("return float(ground_truth in solution_str)"), "reward's meaning", "another number that holds the truth"
     ),

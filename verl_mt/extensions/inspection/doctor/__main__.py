@@ -126,7 +126,7 @@ def _check_files(words: _Words, only: Sequence[str], own: argparse.Namespace) ->
             "file in data.train_files"
         )
     model = [] if own.model is None else ["--model", own.model]
-    return data_check.run([*words.files, *model, *words.rest])
+    return data_check.run([*words.files, *words.rest, *model])
 
 
 def _say_ahead(words: _Words) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from verl_mt.extensions.inspection.doctor.row_contents import truth_text
 from verl_mt.extensions.inspection.doctor.sources import file_tree
@@ -91,16 +91,6 @@ def _constants(reward: Reward) -> list[str]:
 def _imports_json(reward: Reward) -> bool:
     tree = file_tree(getattr(reward, "function", reward))
     return tree is not None and any(isinstance(n, ast.Name) and n.id == "json" for n in ast.walk(tree))
-
-
-def source_reads(reward: Reward, forms: Sequence[str]) -> bool:
-    """Whether the words of a form stand in the file of a reward, too: both mean the same one."""
-    marks = {_letters(form.replace(SLOT, "")) for form in forms} - {""}
-    return any(mark in _letters(text) for text in _constants(reward) for mark in marks)
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[^\w#<>]", "", text).lower()
 
 
 def _forms_of_text(text: str, reads_json: bool) -> Iterator[str]:

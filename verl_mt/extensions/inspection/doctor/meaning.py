@@ -20,7 +20,6 @@ from verl_mt.extensions.inspection.doctor.forms import (
     forms_shown,
     own_forms,
     shown,
-    source_reads,
 )
 from verl_mt.extensions.inspection.doctor.reward_doubts import Paid, chance, doubts, size, takes_no_truth
 from verl_mt.extensions.inspection.doctor.row_contents import truth_text
@@ -52,10 +51,10 @@ def truths(subject: Subject) -> Iterator[Finding]:
 
 
 def wrong_text(truth: str) -> str:
-    """An answer of the same kind that is not the truth."""
+    """An answer of the same kind that is not the truth, nor near it."""
     number = re.fullmatch(r"(\D*?)(-?\d+(?:\.\d+)?)(\D*)", truth.replace(",", ""))
     if number:
-        value = float(number[2]) + 1 if "." in number[2] else int(number[2]) + 1
+        value = 2 * (float(number[2]) if "." in number[2] else int(number[2])) + 1
         return f"{number[1]}{value}{number[3]}"
     if len(truth) == 1 and truth.isalpha():
         return "B" if truth.upper() != "B" else "C"
@@ -154,9 +153,7 @@ class Inquiry:
                 return
             asked = asked_forms(self.prompts[0])
             constant = only_constant(self._function())
-            reward = self.subject.reward
-            agreed = reward is not None and source_reads(reward, asked)
-            if values[0] <= 0 and constant is None and not agreed:
+            if values[0] <= 0 and constant is None:
                 yield not_looked_at(
                     f"no form of the answer was found that the reward pays, it is {values[0]:.4g} for right, wrong and "
                     f"none ({told}); --demos FILE shows it finished conversations"

@@ -32,6 +32,9 @@ _WRONG_PAYS = 0.9
 _SLOW_S = 5.0
 _SHAPES, _SHAPE_SHARE = 8, 0.02
 _CONSTANT, _LEAST_ROWS = 0.9, 16
+_AT_THE_END = re.compile(
+    r"(?i)\b(?:end|ends|finish|conclude|finally|last line|step by step|step-by-step|reason|think)\b"
+)
 _NO_TRUTHS = {"self", "completions", "prompts", "args", "trainer_state", "log_metric", "log_extra"}
 _CONTENT_TURNS = 16
 """Turns in which a user may become content."""
@@ -55,6 +58,7 @@ def doubts(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
     yield from _wrong_answers(paid)
     yield from size([paid.right, paid.wrong, paid.nothing])
     yield from _odd_answers(inquiry, paid)
+    yield from _reasoning_before(inquiry, paid)
     yield from _words_of_the_prompt(inquiry, paid)
     yield from _odd_truths(inquiry, paid)
     yield from _one_truth(inquiry)
@@ -150,6 +154,22 @@ def _odd_texts(truth: str) -> dict[str, str]:
 
 def _cut(text: str) -> str:
     return repr(text if len(text) <= 50 else text[:47] + "...")
+
+
+def _reasoning_before(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+    """Where the prompt asks for the answer at the end, words may stand before it."""
+    prompt = inquiry.prompts[0]
+    said = "\n".join(str(m.get("content")) for m in prompt.messages if m.get("role") != "assistant")
+    if paid.form not in asked_forms(prompt) or not _AT_THE_END.search(said):
+        return
+    answer = paid.form.replace(SLOT, str(truth_text(prompt.row.ground_truth)))
+    found = earned(inquiry.play([inquiry.talk(prompt, f"Let me see. First I look at the question.\n{answer}")])[0])
+    if found <= paid.wrong + SAME:
+        yield warning(
+            f"the truth as {shown(paid.form)} earns {paid.right:.4g} alone and {found:.4g} behind a line of reasoning, "
+            f"and the prompt of {prompt.row.place} asks for it at the end",
+            "search the whole text for the answer (re.search or the last match, not re.match or split()[0])",
+        )
 
 
 def _words_of_the_prompt(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
