@@ -1,8 +1,8 @@
-"""`python -m verl_mt.data_check`: what a run would understand of a data file, and what it could not use.
+"""`python -m verl_mt.data_check`: the old name of `verl-mt doctor FILE`.
 
-    python -m verl_mt.data_check train.jsonl val.jsonl
-    python -m verl_mt.data_check train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
-    python -m verl_mt.data_check train.jsonl actor_rollout_ref.rollout.environment.path=maze.py:Maze
+    verl-mt doctor train.jsonl val.jsonl
+    verl-mt doctor train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
+    verl-mt doctor train.jsonl actor_rollout_ref.rollout.environment.path=maze.py:Maze
 
 Every row is read as a run reads it. Printed are what each column means, the first row as messages (with `--model` as
 the text that the model reads), and every row that cannot be used. `docs/your_own_data.md` shows a row with all columns.
@@ -27,6 +27,7 @@ from verl_mt.data.conversation import Message, user_texts
 from verl_mt.data.dataset import Columns, DataRow, examine_rows
 from verl_mt.environments.kinds import KEY, build_environments
 from verl_mt.errors import DataError, VerlMTError
+from verl_mt.extensions.inspection.doctor.row_contents import doubts, words_of
 from verl_mt.plugins import listing
 
 if TYPE_CHECKING:
@@ -190,10 +191,7 @@ def _remarks(rows: Sequence[DataRow], prompt: str) -> list[str]:
         found.append(
             f"the ground truth is of several kinds: {each}. A reward that compares texts must make texts of them"
         )
-    first: dict[str, DataRow] = {}
-    again = [row for row in rows if first.setdefault(repr((row.prompt or row.raw, row.ground_truth)), row) is not row]
-    if again:
-        found.append(f"{_places(again)}: the same prompt and ground truth as an earlier row")
+    found += [text for text, _ in doubts(rows)]
     return found
 
 
@@ -242,17 +240,23 @@ def _text(message: Message) -> str:
 
 def _shared(one: DataCheck, other: DataCheck) -> list[str]:
     """What is in both files: what was trained on measures nothing."""
-    known = {repr(row.prompt) for row in one.rows}
-    both = [row for row in other.rows if repr(row.prompt) in known]
+    known = {words_of(row) for row in one.rows}
+    both = [row for row in other.rows if words_of(row) in known]
     return [f"note: {_places(both)}: the prompt is in {one.path}, too"] if both else []
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 where a row cannot be used, 2 for bad input (one line on stderr)."""
+    """`run` under its old name. Returns its exit status."""
+    print("python -m verl_mt.data_check is verl-mt doctor FILE now", file=sys.stderr)
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0, or 2 where a row or the input cannot be used (bad input: one line on stderr)."""
     parser = argparse.ArgumentParser(
-        prog="python -m verl_mt.data_check",
+        prog="verl-mt doctor",
         usage="%(prog)s FILE [FILE ...] [--model PATH] [KEY=value ...]",
-        description=__doc__.split("\n")[0],
+        description="What a run would understand of files of rows, and what it could not use.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".parquet, .jsonl or .json, or module:function")
     parser.add_argument("--model", help="local folder or hub name: render the prompts with its chat template")
@@ -267,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     for one, other in combinations(checks, 2):
         for note in _shared(one, other):
             print(note)
-    return 0 if all(checks) else 1
+    return 0 if all(checks) else 2
 
 
 if __name__ == "__main__":
