@@ -58,7 +58,9 @@ def truth_text(truth: Any) -> str | None:
 def words_of(row: DataRow) -> str:
     """The prompt without its system message, in lower case and single spaces: another layout is the same question. The
     whole row where an environment's `reset` brings the prompt."""
-    said = [(m.get("role"), m.get("content"), m.get("tool_calls")) for m in row.prompt if m.get("role") != "system"]
+    said: list[Any] = [
+        (m.get("role"), m.get("content"), m.get("tool_calls")) for m in row.prompt if m.get("role") != "system"
+    ]
     said = said or [row.raw]
     return re.sub(r"(?:\\[nt]|\s)+", " ", json.dumps(said, default=repr).lower())
 
