@@ -175,7 +175,11 @@ def _require_done(server: str, tested: str, name: str, response: httpx.Response)
     """
     if response.status_code == 404:
         raise EngineError(f"{server} has no call {name}: it is too old; start {tested} there")
-    if response.status_code != 200:
+    try:
+        answer = response.json()
+    except json.JSONDecodeError:
+        answer = None
+    if response.status_code != 200 or (isinstance(answer, dict) and answer.get("success") is False):
         raise EngineError(f"{server} refused {name}: {refusal(response)}")
 
 

@@ -348,16 +348,17 @@ class Host:
         """One bucket by broadcast, which the sender begins when it has asked for this."""
         await self.update_weights_from_tensor("", entries, weight_version)
 
-    async def end_weight_update(self) -> None:
+    async def end_weight_update(self) -> dict[str, Any]:
         """Close the session: caches go, and tokens from here on carry the version."""
         await self._engine.finish_weight_update(self._version)
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
+        emptied = await self._engine.reset_prefix_cache(reset_running_requests=True)
+        return {"success": emptied, "message": "the prefix cache could not be emptied"}
 
-    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
+    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> dict[str, Any]:
         """A whole update."""
         await self.begin_weight_update()
         await self.update_weights_from_tensor(model_path, [], weight_version)
-        await self.end_weight_update()
+        return await self.end_weight_update()
 
 
 def _encode(message: Any) -> bytes:
