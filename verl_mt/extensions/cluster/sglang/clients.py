@@ -16,6 +16,7 @@ import httpx
 
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
+from verl_mt.extensions.cluster.replicas import open_files
 from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, ChildClient, Client, Endpoint
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions, is_local
@@ -24,8 +25,6 @@ from verl_mt.extensions.cluster.sglang.server_check import check_server
 
 _KEY = "actor_rollout_ref.rollout.servers"
 _POLL_S = 0.25
-_KEEP_ALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 
 
 class ColocatedClient(ChildClient):
@@ -65,14 +64,6 @@ class HttpClient(Client):
         key = os.environ.get("SGLANG_API_KEY")
         self._headers = headers if headers is not None else {"Authorization": f"Bearer {key}"} if key else {}
         self._life = uuid.uuid4().hex
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            headers=self._headers,
-            # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
-            trust_env=False,
-        )
 
     def receiver(self) -> Receiver:
         call = _AtServer(self.name, self.url, self._life, tuple(self._headers.items()))
@@ -84,14 +75,15 @@ class HttpClient(Client):
 
     async def start(self, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(min(timeout_s, 30.0)):
-                info = await check_server(self._http, self.url, self._options)
+            async with asyncio.timeout(min(timeout_s, 30.0)), self._alone() as http:
+                info = await check_server(http, self.url, self._options)
                 self.num_ranks = int(info.get("tp_size") or 1)
+                self.takes = info.get("max_running_requests")
                 self.on_gpu = str(info.get("device", "")).startswith("cuda")
-                interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
+                interrupted = (await http.post("/end_weight_update", json={})).status_code == 200
                 if interrupted:
                     # Somebody's update broke off in the middle: it would take no other one, and is paused.
-                    await self._http.post("/continue_generation", json={})
+                    await http.post("/continue_generation", json={})
                 self.pristine = info.get("weight_version") == "default" and not interrupted
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
@@ -100,34 +92,53 @@ class HttpClient(Client):
             ) from error
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        response = await self._post("/generate", body)
+        response = await self._post("/generate", body, open_files.shared(self).requests)
         if response.status_code != 200:
             raise EngineError(f"{self.name} refused the request: {_error_text(response)}")
         return response.json()
 
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
-        _require_done(self.name, name, await self._in_time(name, self._post(f"/{name}", _jsonable(body)), timeout_s))
+        asked = self._post(f"/{name}", _jsonable(body), open_files.shared(self).calls)
+        _require_done(self.name, name, await self._in_time(name, asked, timeout_s))
+
+    async def progress(self) -> Any:
+        try:
+            response = await open_files.shared(self).calls.get(f"{self.url}/v1/loads", self._headers, CONNECT_S)
+        except httpx.HTTPError:
+            return None
+        loads = response.json().get("loads", []) if response.status_code == 200 else []
+        return [(load.get("num_running_reqs"), load.get("num_used_tokens")) for load in loads] or None
 
     async def answers(self) -> bool:
         """Whether the server serves."""
         try:
-            response = await self._http.get("/health", timeout=CONNECT_S)
-        except httpx.HTTPError:
+            response = await open_files.shared(self).calls.get(f"{self.url}/health", self._headers, CONNECT_S)
+        except (httpx.HTTPError, EngineError):
             return False
         return response.status_code == 200
 
     async def stop(self) -> None:
         self.give_up("it was closed")
-        await self._http.aclose()
+        await open_files.leave(self)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    def _alone(self) -> httpx.AsyncClient:
+        """A connection for the start."""
+        return httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=CONNECT_S, trust_env=False)
+
+    async def _post(self, path: str, body: dict[str, Any], by: open_files.Connections) -> httpx.Response:
         if self._reason is not None:
             raise self._gone_error()
-        try:
-            return await self._unless_gone(self._http.post(path, json=body))
-        except httpx.TransportError as error:
-            self.give_up(f"{path} failed: {type(error).__name__}: {error}")
-            raise self._gone_error() from error
+        for left in (1, 0):
+            try:
+                return await self._unless_gone(by.post(self.url + path, body, self._headers))
+            except httpx.TransportError as error:
+                # A server closes a connection that nobody used for seconds, perhaps just when this process does. So a
+                # connection that was lost is no death, as long as the server answers.
+                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+                if not (left and lost and not isinstance(error, httpx.ConnectError) and await self.answers()):
+                    self.give_up(f"{path} failed: {type(error).__name__}: {error}")
+                    raise self._gone_error() from error
+        raise AssertionError("the second try returns or raises")
 
 
 @dataclass(frozen=True)
