@@ -50,7 +50,7 @@ def test_the_same_model_is_taken_by_its_path_by_its_config_or_by_its_architectur
         {"model_path": copy},
         {"model_path": "/on/another/machine", "architectures": ["Qwen3ForCausalLM"]},
     ):
-        assert ask(wanted, info) == info | {"device": None, "tp_size": None}
+        assert ask(wanted, info) == info | {"device": None, "tp_size": None, "max_running_requests": None}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.engines.base import Branch, Capabilities, InferenceEngine, PauseMode, WeightUpdate
 from verl_mt.errors import DataError, EngineError, VerlMTError, WorkerError, error_text, traceback_text
+from verl_mt.extensions.cluster.loop_lag import LoopLag
 from verl_mt.plugins import import_plugins, load_object
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import Gate, RolloutPlan
@@ -59,6 +60,8 @@ class WorkerSetup:
     """How to sample here; None = requests go to the trainer's process."""
     clock: tuple[str, float]
     """The trainer's `here()`."""
+    count: int = 1
+    """Of all workers."""
 
 
 @dataclass(eq=False)
@@ -92,6 +95,8 @@ class Worker:
         else:
             engine = load_object(branch.path, what="the engine of a rollout worker")(*branch.args, setup.number)
             engine.say = lambda word: send(("said", word))
+            if hasattr(engine, "share"):
+                engine.share(setup.count)
         engine.hear(news)
         self._tools = build_tools(config)
         self._runner = build_runner(config, build_chat(config), self._tools, None, engine)
@@ -100,10 +105,12 @@ class Worker:
         self._gate = Gate(self._runner.max_concurrent or _NO_LIMIT, 0)
         self._plans: dict[str, _Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lag = LoopLag(lambda: self._plans)
 
     async def start(self) -> None:
         """When it returns the worker can be dealt groups."""
         await self._runner.context.engine.start()
+        self._in_background(self._lag.watch())
 
     def hear(self, message: tuple[Any, ...]) -> None:
         """One message of the pool's."""
@@ -172,6 +179,8 @@ class Worker:
         except Exception as error:
             self._send(("error", name, position, sendable(error)))
             return
+        if lags_s := self._lag.take():
+            self._send(("lag", lags_s))
         self._send(("group", name, position, packed, heard.findings))
 
     def _shift(self, group: TrajectoryGroup) -> None:

@@ -10,8 +10,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
 from verl_mt.errors import ConfigError
-from verl_mt.extensions.cluster.replicas.clients import EMPTY, ChildClient
+from verl_mt.extensions.cluster.replicas import open_files
+from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildClient
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
@@ -68,14 +71,23 @@ class HttpClient(ServerClient):
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._generated("/generate", body)
 
-    async def _attach(self) -> None:
-        info = await check_server(self._http, type(self), self._options)
+    async def progress(self) -> Any:
+        try:
+            response = await open_files.shared(self).calls.get(f"{self.url}/v1/loads", self._headers, CONNECT_S)
+        except httpx.HTTPError:
+            return None
+        loads = response.json().get("loads", []) if response.status_code == 200 else []
+        return [(load.get("num_running_reqs"), load.get("num_used_tokens")) for load in loads] or None
+
+    async def _attach(self, http: httpx.AsyncClient) -> None:
+        info = await check_server(http, type(self), self._options)
         self.num_ranks = int(info.get("tp_size") or 1)
+        self.takes = info.get("max_running_requests")
         self.on_gpu = str(info.get("device", "")).startswith("cuda")
-        interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
+        interrupted = (await http.post("/end_weight_update", json={})).status_code == 200
         if interrupted:
             # Somebody's update broke off in the middle: it would take no other one, and is paused.
-            await self._http.post("/continue_generation", json={})
+            await http.post("/continue_generation", json={})
         self.pristine = info.get("weight_version") == "default" and not interrupted
 
 

@@ -101,7 +101,9 @@ class SGLangEngine(ReplicatedEngine):
         if not (options.hosts or options.servers or options.num_launched):
             return None
         names = tuple(replica.name for replica in self._replicas)
-        return Branch("verl_mt.engines.sglang.branch:SGLangBranch", (replace(options, hosts=()), names))
+        # Servers may have said that they decode more or fewer at once than the configuration does.
+        options = replace(options, hosts=(), max_num_seqs=min(replica.seats.decodes for replica in self._replicas))
+        return Branch("verl_mt.engines.sglang.branch:SGLangBranch", (options, names))
 
     async def _start_replicas(self) -> None:
         options = self._options

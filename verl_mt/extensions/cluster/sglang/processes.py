@@ -174,6 +174,8 @@ class EngineHost:
         manager = self._engine.tokenizer_manager
         if name == "generate":
             return {"meta_info": (await self._engine.async_generate(**body))["meta_info"]}
+        if name == "progress":
+            return {"seen": manager.last_receive_tstamp}
         if name == "abort_request":
             manager.abort_request(**body)
             return {"success": True}

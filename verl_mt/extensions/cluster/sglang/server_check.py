@@ -37,7 +37,8 @@ async def check_server(http: httpx.AsyncClient, client: type[ServerClient], opti
     not the one that was tested, but may do, is a warning.
 
     Returns:
-        What `/model_info` says, and the server's `device` and `tp_size`.
+        What `/model_info` says, and the server's `device`, `tp_size` and `max_running_requests` (None = it does not
+        tell).
 
     Raises:
         ConfigError: names the server, what it has, what is wanted and what to do.
@@ -53,7 +54,9 @@ async def check_server(http: httpx.AsyncClient, client: type[ServerClient], opti
     for name, reason in other_sampling(server):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(f"{KEY}: {url} was started with {flag} {server[name]}: {reason}. Start it without {flag}")
-    return info | {key: server.get(key) for key in ("device", "tp_size")}
+    state = (server.get("internal_states") or [{}])[0]
+    takes = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests")
+    return info | {key: server.get(key) for key in ("device", "tp_size")} | {"max_running_requests": takes}
 
 
 def _check_version(url: str, version: str | None) -> None:

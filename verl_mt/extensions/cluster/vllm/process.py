@@ -305,6 +305,12 @@ class Host:
             }
         }
 
+    async def progress(self) -> dict[str, Any]:
+        """How many tokens each request has."""
+        states = self._engine.output_processor.request_states
+        sampled = {rid: state.detokenizer.num_output_tokens() for rid, state in states.items() if state.detokenizer}
+        return {"seen": sampled}
+
     async def abort_request(self, rid: str) -> None:
         """End a request with what it has."""
         await self._engine.abort(rid)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import httpx
+
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.servers import KEY, Post, ServerClient, fetch, require_same_model
@@ -108,24 +110,24 @@ class VLLMServer(ServerClient):
             }
         }
 
-    async def _attach(self) -> None:
-        info = await fetch(self._http, type(self), "/version")
-        await self._require_calls()
+    async def _attach(self, http: httpx.AsyncClient) -> None:
+        info = await fetch(http, type(self), "/version")
+        await self._require_calls(http)
         if info.get("version") != TESTED:
             _log.warning("%s: %s runs vLLM %s; verl_mt is tested with %s", KEY, self.url, info.get("version"), TESTED)
-        workers = await self._workers()
+        workers = await self._workers(http)
         (worker, *_), options = workers, self._options
         self.num_ranks, self.on_gpu = len(workers), worker["device"] == "cuda"
         require_same_model(self.url, worker["model"], worker["architectures"], options.model_path)
         self._require_settings(worker)
-        if (await fetch(self._http, type(self), "/is_paused"))["is_paused"]:
+        if (await fetch(http, type(self), "/is_paused"))["is_paused"]:
             # By whoever sent an update that broke off.
-            await self._http.post("/resume")
-        version = (await fetch(self._http, type(self), "/weight_info"))["weight_version"]
+            await http.post("/resume")
+        version = (await fetch(http, type(self), "/weight_info"))["weight_version"]
         self.pristine = version == "default" and not any(worker["interrupted"] for worker in workers)
 
-    async def _require_calls(self) -> None:
-        response = await self._http.get("/openapi.json")
+    async def _require_calls(self, http: httpx.AsyncClient) -> None:
+        response = await http.get("/openapi.json")
         # Where the list is switched off, the next calls show what is there.
         paths = response.json().get("paths", {}) if response.status_code == 200 else None
         for what_to_do, calls in _CALLS.items():
@@ -135,9 +137,9 @@ class VLLMServer(ServerClient):
                     f"{KEY}: {self.url} lacks the calls {', '.join(missing)}: {what_to_do} (docs/vllm.md)"
                 )
 
-    async def _workers(self) -> list[dict[str, Any]]:
+    async def _workers(self, http: httpx.AsyncClient) -> list[dict[str, Any]]:
         """What each of the server's workers says."""
-        response = await self._http.post("/collective_rpc", json={"method": "verl_mt_attach"})
+        response = await http.post("/collective_rpc", json={"method": "verl_mt_attach"})
         if response.status_code != 200:
             raise ConfigError(
                 f"{KEY}: {self.url} does not take weights from verl_mt. Start the server with --worker-extension-cls "
