@@ -10,6 +10,7 @@ from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.trajectory import StopReason
 from verl_mt.environments.kinds import build_kind
 from verl_mt.errors import ConfigError, DataError, PluginError
+from verl_mt.extensions.environments.reasoning import ReasoningGym
 from verl_mt.trainer.build import build_trainer
 
 RO = "actor_rollout_ref.rollout"
@@ -206,3 +207,17 @@ def test_each_is_trained_for_two_steps(tmp_path, package, path, config):
     rows = [row for file in row_files(tmp_path / "run") for row in read_rows(file.path)]
     assert len(rows) == 8 and not [row["error"] for row in rows if row["error"]]
     assert all(row["reward"] is not None for row in rows)
+
+
+def test_the_answer_of_reasoning_gym_may_stand_in_another_form():
+    for pattern, said in (("#### (", "is no regular expression"), ("####", "has 0 groups. It needs one")):
+        with pytest.raises(PluginError, match=said):
+            ReasoningGym("chain_sum", answer_pattern=pattern)
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    config = {"task": "chain_sum", "max_terms": 2, "max_digits": 1}
+    answer = ReasoningGym(**config)
+    answer.reset(seed=1)
+    told = f"#### {answer._entry['answer']}"
+    for changed, right in (({"answer_pattern": r"#### *(\S+)"}, True), ({}, False)):
+        (done,) = play(ReasoningGym, [told], {"seed": 1}, config=config | changed)
+        assert (done.reward == 1.0) is right
