@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.sglang import server_check
 from verl_mt.extensions.cluster.sglang.clients import HttpClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
+from verl_mt.extensions.cluster.versions import SGLANG
 
 URL = "http://somewhere:30000"
 
@@ -89,19 +91,23 @@ def test_a_server_that_lacks_a_call_or_room_or_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.4.10.post2", "0.5.9"])
-def test_a_server_of_a_version_that_takes_no_weights_is_refused_by_that_version(tmp_path, version):
+def test_a_server_that_is_too_old_is_refused_by_its_version(tmp_path, version):
     wanted = folder(tmp_path, "a")
-    with pytest.raises(ConfigError, match=rf"{URL} runs SGLang {version}, .*since 0\.5\.21.*start 0\.5\.23 there"):
+    oldest, newest = re.escape(SGLANG.oldest), re.escape(SGLANG.newest)
+    with pytest.raises(
+        ConfigError, match=rf"{URL} runs SGLang {version}, .*needs {oldest} to {newest}. Install {newest}"
+    ):
         ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version}, paths=("/generate",))
 
 
-def test_a_version_that_was_not_tested_is_said_and_the_tested_one_is_not(tmp_path, caplog):
+def test_a_version_that_is_newer_than_the_tested_ones_is_said(tmp_path, caplog):
     wanted = folder(tmp_path, "a")
-    for version in ("0.5.23", None, "0.5.22", "0.6.0", "0.0.0.dev0+g1234567"):
+    newer = ("0.6.0", "1.0", "0.0.0.dev0+g1234567")
+    for version in (SGLANG.newest, SGLANG.oldest, f"{SGLANG.newest}+cpu", None, *newer):
         ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version})
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.partition(" runs SGLang ")[2] for text in said] == [
-        f"{version}; verl_mt is tested with 0.5.23" for version in ("0.5.22", "0.6.0", "0.0.0.dev0+g1234567")
+        f"{version}; verl_mt is tested with {SGLANG} (docs/sglang.md)" for version in newer
     ]
     assert all(URL in text for text in said)
 
