@@ -26,7 +26,7 @@ def folder(tmp_path, name, **changes):
     return str(path)
 
 
-def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200, listed=True):
+def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200, listed=True, **more):
     replies = {
         "/model_info": model_info,
         "/server_info": server_info or {"context_length": 4096},
@@ -40,7 +40,7 @@ def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=
 
     async def go():
         async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(handler)) as http:
-            return await server_check.check_server(http, HttpClient, SGLangOptions(wanted, 384))
+            return await server_check.check_server(http, HttpClient, SGLangOptions(wanted, 384), **more)
 
     return asyncio.run(go())
 
@@ -110,6 +110,16 @@ def test_a_version_that_is_newer_than_the_tested_ones_is_said(tmp_path, caplog):
         f"{version}; verl_mt is tested with {SGLANG} (docs/sglang.md)" for version in newer
     ]
     assert all(URL in text for text in said)
+
+
+def test_random_weights_are_refused_but_in_a_server_that_is_sent_its_weights_before_it_is_asked(tmp_path):
+    wanted = folder(tmp_path, "a")
+    random = {"context_length": 4096, "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=r"--load-format dummy: .* random weights"):
+        ask(wanted, {"model_path": wanted}, random)
+    assert ask(wanted, {"model_path": wanted}, random, empty=True)["model_path"] == wanted
+    (post,) = HttpClient.posts("update_weights_from_disk", {"model_path": "folder", "weight_version": "1"})
+    assert post.body == {"model_path": "folder", "weight_version": "1", "load_format": "auto"}
 
 
 def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):
