@@ -18,8 +18,9 @@ from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildC
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.processes import child, reserve_port
-from verl_mt.extensions.cluster.sglang.server_check import TESTED, check_server
+from verl_mt.extensions.cluster.sglang.processes import child, extras, reserve_port
+from verl_mt.extensions.cluster.sglang.server_check import check_server
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _POLL_S = 0.25
 
@@ -53,7 +54,7 @@ class HttpClient(ServerClient):
     """
 
     kind = "SGLang"
-    tested = f"SGLang {TESTED}"
+    tested = f"SGLang {SGLANG.newest}"
     key_variable = "SGLANG_API_KEY"
     asks = "/model_info"
 
@@ -66,7 +67,7 @@ class HttpClient(ServerClient):
         payloads = body.get("serialized_named_tensors")
         if payloads is not None:
             body = {**body, "serialized_named_tensors": [base64.b64encode(p).decode() for p in payloads]}
-        return [Post(f"/{name}", body)]
+        return [Post(f"/{name}", body | extras(name))]
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._generated("/generate", body)
@@ -80,7 +81,7 @@ class HttpClient(ServerClient):
         return [(load.get("num_running_reqs"), load.get("num_used_tokens")) for load in loads] or None
 
     async def _attach(self, http: httpx.AsyncClient) -> None:
-        info = await check_server(http, type(self), self._options)
+        info = await check_server(http, type(self), self._options, empty=self.starts_empty)
         self.num_ranks = int(info.get("tp_size") or 1)
         self.takes = info.get("max_running_requests")
         self.on_gpu = str(info.get("device", "")).startswith("cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import httpx
@@ -10,9 +9,9 @@ import httpx
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.servers import KEY, Post, ServerClient, fetch, require_same_model
-from verl_mt.extensions.cluster.vllm.options import TESTED, VLLMOptions, refused_arguments
+from verl_mt.extensions.cluster.versions import VLLM
+from verl_mt.extensions.cluster.vllm.options import VLLMOptions, refused_arguments
 
-_log = logging.getLogger(__name__)
 _WORKER = "verl_mt.extensions.cluster.vllm.process.ServerWorker"
 _CALLS = {
     "start the server with VLLM_SERVER_DEV_MODE=1": (
@@ -47,7 +46,7 @@ class VLLMServer(ServerClient):
     """
 
     kind = "vLLM"
-    tested = f"vLLM {TESTED}"
+    tested = f"vLLM {VLLM.newest}"
     key_variable = "VLLM_API_KEY"
     asks = "/version"
 
@@ -112,9 +111,8 @@ class VLLMServer(ServerClient):
 
     async def _attach(self, http: httpx.AsyncClient) -> None:
         info = await fetch(http, type(self), "/version")
+        VLLM.check(info.get("version"), f"{KEY}: {self.url} runs")
         await self._require_calls(http)
-        if info.get("version") != TESTED:
-            _log.warning("%s: %s runs vLLM %s; verl_mt is tested with %s", KEY, self.url, info.get("version"), TESTED)
         workers = await self._workers(http)
         (worker, *_), options = workers, self._options
         self.num_ranks, self.on_gpu = len(workers), worker["device"] == "cuda"
@@ -165,7 +163,7 @@ class VLLMServer(ServerClient):
             raise ConfigError(f"{KEY}: {self.url} was started with {name}={worker['arguments'][name]}: {reason}")
         if worker["device"] == "cpu" and worker["chunked_prefill"]:
             raise ConfigError(
-                f"{KEY}: {self.url} computes prompts in parts. vLLM {TESTED} dies of that on a CPU where requests "
+                f"{KEY}: {self.url} computes prompts in parts. vLLM {VLLM.newest} dies of that on a CPU where requests "
                 "have seeds. Start it with --no-enable-chunked-prefill"
             )
         other = {name: worker["nccl"][name] for name, value in NCCL_ALIKE.items() if worker["nccl"][name] != value}
