@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
+import functools
 import os
 import random
 import statistics
@@ -63,10 +65,14 @@ def multi_turn_work(
     return work
 
 
-def run_ours(model: Any, work: list[Conversation], temperature: float = 1.0) -> tuple[float, list[list[int]]]:
+def run_ours(
+    model: Any, work: list[Conversation], temperature: float = 1.0, kernels: str = "compiled"
+) -> tuple[float, list[list[int]]]:
     """Seconds from the first request to the last answer, engine start excluded; and the streams."""
     from verl_mt.data.requests import GenerationRequest, SamplingParams
     from verl_mt.engines.local import LocalEngine, LocalOptions
+    from verl_mt.extensions.cpu_kernels.build import build
+    from verl_mt.extensions.cpu_kernels.forward import CompiledForward
 
     async def converse(engine: LocalEngine, name: str, conversation: Conversation) -> list[int]:
         stream = list(conversation.prompt)
@@ -79,7 +85,10 @@ def run_ours(model: Any, work: list[Conversation], temperature: float = 1.0) -> 
         return stream
 
     async def go() -> tuple[float, list[list[int]]]:
-        engine = LocalEngine(model, end_token_ids=(), options=LocalOptions(max_num_seqs=len(work)))
+        options = LocalOptions(max_num_seqs=len(work))
+        if kernels == "compiled":
+            options = dataclasses.replace(options, forward=functools.partial(CompiledForward, built=build()))
+        engine = LocalEngine(model, end_token_ids=(), options=options)
         start = time.perf_counter()
         streams = await asyncio.gather(*[converse(engine, f"s{i}", c) for i, c in enumerate(work)])
         seconds = time.perf_counter() - start

@@ -184,7 +184,7 @@ def test_another_package_adds_config_groups(other_packages, tmp_path):
     config = compose(["task=shop", "+season=winter", "algorithm=dapo"])
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.response_length) == (7, 99)
     with pytest.raises(
-        ConfigError, match=r"task=shp \(command line\).* It has gsm8k_.*, shop, .*Did you mean task=shop"
+        ConfigError, match=r"task=shp \(command line\).* It has .*gsm8k_.*, shop, .*Did you mean task=shop"
     ):
         compose(["task=shp"])
     forget()

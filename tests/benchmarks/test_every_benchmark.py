@@ -128,6 +128,8 @@ CASES = [
     Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
     Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400", marks=(pytest.mark.release,)),
     Case("export_memory.py", "--size medium", the_model_once),
+    Case("gpu/colocated_life.py", "--device cpu --shape toy --cycles 2 --tokens 128 --cache-gb 0.001 --expandable",
+         says("the engine's allocator settings: none): 0 wrong tensors")),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),
     Case("kernel_caches.py", "--size micro --passes 6", few_kernels),

@@ -36,8 +36,8 @@ class EnvironmentTool(BaseTool):
 
     runs_inline = True  # it waits for the environment's own thread or loop
 
-    def __init__(self, schema: OpenAIFunctionToolSchema, in_order: bool):
-        self.in_order = in_order
+    def __init__(self, schema: OpenAIFunctionToolSchema, cls: type[Environment]):
+        self.in_order, self.repeatable = cls.in_order, cls.repeatable
         super().__init__({}, schema)
 
     async def execute(
@@ -238,7 +238,7 @@ def build_kind(path: str, config: dict[str, Any], *, name: str = DEFAULT, timeou
         made = [(schema_of(method, place_of(cls, method)), place_of(cls, method)) for method in methods.values()]
     else:
         made = [(as_tool_schema(schema, f"{cls.__name__}.tool_schemas"), cls.__name__) for schema in schemas]
-    entries = [ToolEntry.of(EnvironmentTool(schema, cls.in_order), where=place) for schema, place in made]
+    entries = [ToolEntry.of(EnvironmentTool(schema, cls), where=place) for schema, place in made]
     ToolSet(entries)  # no two of one name
     return Kind(
         name, cls, config, timeout_s, UserCode(cls, Environment, f"environment {cls.__name__}"), methods, entries
@@ -293,7 +293,7 @@ def _check_class(cls: type[Environment]) -> None:
         raise PluginError(f"{place_of(cls)} has no reset(self, **row), which begins an episode and returns the prompt")
     if isinstance(done := inspect.getattr_static(cls, "done"), types.FunctionType):
         raise PluginError(f"{place_of(cls, done)}: `done` is a method. Write @property above it, or set self.done")
-    for name, expected in (("limit", int | None), ("in_order", bool)):
+    for name, expected in (("limit", int | None), ("in_order", bool), ("repeatable", bool)):
         if not isinstance(value := getattr(cls, name), expected) or (
             name == "limit" and value is not None and value < 1
         ):

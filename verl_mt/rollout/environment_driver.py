@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from verl_mt.data.conversation import Message
 from verl_mt.environments.kinds import EnvironmentTools, place_of
@@ -42,10 +41,7 @@ class EnvironmentDriver(RolloutDriver):
             self._begin(episode, await environment.start(row.raw), place_of(kind.cls, kind.cls.reset))
             interaction = environment if kind.replies else episode.interaction
             await run_tool_loop(session, episode.tools, interaction, environment)
-            told: dict[str, Any] = {"name": kind.title, "done": environment.over}
-            if kind.scores:
-                told["score"] = await environment.score()
-            trajectory.info["environment"] = told
+            trajectory.info["environment"] = await environment.outcome()
         finally:
             trajectory.time_spans += environment.time_spans
             try:

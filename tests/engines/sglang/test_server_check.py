@@ -38,7 +38,7 @@ def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=
 
     async def go():
         async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(handler)) as http:
-            return await server_check.check_server(http, URL, SGLangOptions(wanted, 384))
+            return await server_check.check_server(http, HttpClient, SGLangOptions(wanted, 384))
 
     return asyncio.run(go())
 
@@ -108,7 +108,7 @@ def test_a_version_that_was_not_tested_is_said_and_the_tested_one_is_not(tmp_pat
 
 def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):
     wanted = folder(tmp_path, "a")
-    with pytest.raises(ConfigError, match="answers with status 404; is that an SGLang server"):
+    with pytest.raises(ConfigError, match=r"answers with status 404; is that SGLang 0\.5\.23"):
         ask(wanted, {}, status=404)
     with pytest.raises(ConfigError, match="SGLANG_API_KEY"):
         ask(wanted, {}, status=401)

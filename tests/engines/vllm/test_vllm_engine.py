@@ -28,7 +28,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 @pytest.fixture
 def with_vllm(monkeypatch):
     """Every Python has the tested version."""
-    monkeypatch.setattr(options, "_version_of", lambda python: options.TESTED)
+    monkeypatch.setattr(options, "_found", lambda python: {"version": options.TESTED, "arguments": []})
 
 
 def check(*words: str) -> None:
@@ -40,8 +40,14 @@ def check(*words: str) -> None:
     ("words", "message"),
     [
         (["trainer.deterministic=True"], "trainer.deterministic needs rollout.name=local"),
-        ([ROLLOUT + "servers=[http://a:1]"], "rollout.placement=servers: vLLM engines run beside"),
-        ([ROLLOUT + "launch_servers=2"], "rollout.placement=separate: vLLM engines run beside"),
+        (
+            [ROLLOUT + "servers=[http://a:1]", ROLLOUT + "weight_transport=tensors"],
+            "weight_transport=tensors: http://a:1 cannot open this machine's memory; use broadcast or disk",
+        ),
+        (
+            [ROLLOUT + "servers=[http://localhost:1]", "trainer.placement=ray", "trainer.nnodes=2"],
+            "servers: http://localhost:1 is another machine to each of",
+        ),
         ([ROLLOUT + "temperature=2.5"], r"rollout.temperature=2.5: vLLM takes at most 2\."),
         ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
         ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),
@@ -107,11 +113,11 @@ def test_vllm_is_looked_for_where_the_engines_process_finds_it(tmp_path, monkeyp
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    options._version_of.cache_clear()
+    options._found.cache_clear()
     try:
         check()
     finally:
-        options._version_of.cache_clear()
+        options._found.cache_clear()
 
 
 def test_a_relative_python_is_found_from_any_folder(with_vllm, tmp_path, monkeypatch):
@@ -131,7 +137,7 @@ def test_a_python_that_another_machine_lacks_is_named():
 
 
 def test_an_untested_version_is_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(options, "_version_of", lambda python: "0.99.1")
+    monkeypatch.setattr(options, "_found", lambda python: {"version": "0.99.1", "arguments": []})
     check(ROLLOUT + f"python={sys.executable}")
     assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
 
@@ -272,3 +278,30 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
     with pytest.raises(EngineError, match=r"/dev/shm could not be had .*No space.*update_weights_bucket_megabytes"):
         list(buckets.pack([("a", torch.zeros(4))], 100))
     buckets.close()
+
+
+def test_an_argument_that_vllm_has_not_is_refused_before_anything_starts(monkeypatch):
+    found = {"version": options.TESTED, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
+    monkeypatch.setattr(options, "_found", lambda python: found)
+    check(ROLLOUT + "engine_kwargs={enforce_eager: True}")
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.enforce_eger: vLLM has no such argument; did you mean 'enf"):
+        check(ROLLOUT + "engine_kwargs={enforce_eger: True}")
+
+
+def test_the_names_of_arguments_are_read_where_vllm_is_installed(tmp_path, monkeypatch):
+    """Without an import of vLLM."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('not to be imported')")
+    text = (
+        "class EngineArgs:\n    model: str = ''\n    other = 1\nclass AsyncEngineArgs(EngineArgs):\n    more: int = 0\n"
+    )
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(text)
+    (tmp_path / "vllm-0.32.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"
+    (tmp_path / "vllm-0.32.0.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    options._found.cache_clear()
+    try:
+        assert options._found(sys.executable) == {"version": "0.32.0", "arguments": ["model", "more"]}
+    finally:
+        options._found.cache_clear()

@@ -48,7 +48,7 @@ class RolloutKeys(Section):
         None,
         "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has a separate "
         "environment (docs/vllm.md).",
-        when=only(f"{ROLLOUT}.name", "vllm", own=False),
+        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _STARTED_HERE,
     )
     # verl's configurations give both to every run.
     nnodes: int = option(
@@ -63,7 +63,7 @@ class RolloutKeys(Section):
     launch_servers: int = option(
         0,
         "Number of separate engines on one machine: short for nnodes=1 and the devices that they need. Without Ray: "
-        "number of HTTP servers to start on this machine (docs/sglang.md). 0 = none.",
+        "number of engines to start on this machine, of SGLang as HTTP servers. 0 = none.",
         min=0,
         when=OTHER_ENGINE,
     )

@@ -7,25 +7,18 @@ import base64
 import contextlib
 import os
 import secrets
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
-from verl_mt.engines.base import Receiver
-from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
-from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, ChildClient, Client, Endpoint
+from verl_mt.errors import ConfigError
+from verl_mt.extensions.cluster.replicas.clients import EMPTY, ChildClient
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
-from verl_mt.extensions.cluster.sglang.options import SGLangOptions, is_local
+from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 from verl_mt.extensions.cluster.sglang.processes import child, reserve_port
-from verl_mt.extensions.cluster.sglang.server_check import check_server
+from verl_mt.extensions.cluster.sglang.server_check import TESTED, check_server
 
-_KEY = "actor_rollout_ref.rollout.servers"
 _POLL_S = 0.25
-_KEEP_ALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 
 
 class ColocatedClient(ChildClient):
@@ -47,8 +40,8 @@ class ColocatedClient(ChildClient):
         return child(descriptor, ["engine"], self._environment, memory_saver=saves)
 
 
-class HttpClient(Client):
-    """One server, from when it answers until it does not.
+class HttpClient(ServerClient):
+    """One server of SGLang, from when it answers until it does not.
 
     Args:
         url: `http://host:port`.
@@ -56,98 +49,34 @@ class HttpClient(Client):
         headers: of each request; None = the key of SGLANG_API_KEY, if there is one.
     """
 
+    kind = "SGLang"
+    tested = f"SGLang {TESTED}"
+    key_variable = "SGLANG_API_KEY"
+    asks = "/model_info"
+
     def __init__(self, url: str, options: SGLangOptions, headers: dict[str, str] | None = None):
-        super().__init__()
-        self.name = f"SGLang server {url}"
-        self.url = url
-        self.local = is_local(url)
+        super().__init__(url, headers)
         self._options = options
-        key = os.environ.get("SGLANG_API_KEY")
-        self._headers = headers if headers is not None else {"Authorization": f"Bearer {key}"} if key else {}
-        self._life = uuid.uuid4().hex
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            headers=self._headers,
-            # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
-            trust_env=False,
-        )
 
-    def receiver(self) -> Receiver:
-        call = _AtServer(self.name, self.url, self._life, tuple(self._headers.items()))
-        return Receiver(call, self.num_ranks, self.on_gpu)
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        return Endpoint(self.name, self._life, self.url, tuple(self._headers.items()))
-
-    async def start(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(min(timeout_s, 30.0)):
-                info = await check_server(self._http, self.url, self._options)
-                self.num_ranks = int(info.get("tp_size") or 1)
-                self.on_gpu = str(info.get("device", "")).startswith("cuda")
-                interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
-                if interrupted:
-                    # Somebody's update broke off in the middle: it would take no other one, and is paused.
-                    await self._http.post("/continue_generation", json={})
-                self.pristine = info.get("weight_version") == "default" and not interrupted
-        except (httpx.HTTPError, TimeoutError) as error:
-            raise ConfigError(
-                f"{_KEY}: {self.url} does not answer ({type(error).__name__}: {error}); is an SGLang server running "
-                "there, and reachable from this machine? `curl URL/model_info` must answer"
-            ) from error
+    @staticmethod
+    def posts(name: str, body: dict[str, Any]) -> list[Post]:
+        payloads = body.get("serialized_named_tensors")
+        if payloads is not None:
+            body = {**body, "serialized_named_tensors": [base64.b64encode(p).decode() for p in payloads]}
+        return [Post(f"/{name}", body)]
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        response = await self._post("/generate", body)
-        if response.status_code != 200:
-            raise EngineError(f"{self.name} refused the request: {_error_text(response)}")
-        return response.json()
+        return await self._generated("/generate", body)
 
-    async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
-        _require_done(self.name, name, await self._in_time(name, self._post(f"/{name}", _jsonable(body)), timeout_s))
-
-    async def answers(self) -> bool:
-        """Whether the server serves."""
-        try:
-            response = await self._http.get("/health", timeout=CONNECT_S)
-        except httpx.HTTPError:
-            return False
-        return response.status_code == 200
-
-    async def stop(self) -> None:
-        self.give_up("it was closed")
-        await self._http.aclose()
-
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        if self._reason is not None:
-            raise self._gone_error()
-        try:
-            return await self._unless_gone(self._http.post(path, json=body))
-        except httpx.TransportError as error:
-            self.give_up(f"{path} failed: {type(error).__name__}: {error}")
-            raise self._gone_error() from error
-
-
-@dataclass(frozen=True)
-class _AtServer:
-    """`HttpClient.call` for a thread, here or in a rank."""
-
-    server: str
-    url: str
-    life: str
-    headers: tuple[tuple[str, str], ...] = field(repr=False)
-
-    def __call__(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-        with httpx.Client(timeout=timeout, headers=dict(self.headers), trust_env=False) as http:
-            try:
-                response = http.post(f"{self.url}/{name}", json=_jsonable(body))
-            except httpx.HTTPError as error:
-                reason = f"{name} failed: {error_text(error, named=True)}"
-                raise EngineGoneError(f"the {self.server} is gone: {reason}") from error
-        _require_done(self.server, name, response)
+    async def _attach(self) -> None:
+        info = await check_server(self._http, type(self), self._options)
+        self.num_ranks = int(info.get("tp_size") or 1)
+        self.on_gpu = str(info.get("device", "")).startswith("cuda")
+        interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
+        if interrupted:
+            # Somebody's update broke off in the middle: it would take no other one, and is paused.
+            await self._http.post("/continue_generation", json={})
+        self.pristine = info.get("weight_version") == "default" and not interrupted
 
 
 class LaunchedServer(HttpClient):
@@ -174,6 +103,7 @@ class LaunchedServer(HttpClient):
         """Runs on the client's loop. Waits for the server to load the model."""
         port = self.url.rpartition(":")[2]
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
+        words += ["--load-format", EMPTY["load_format"]] if self.starts_empty else []
         reading, self._lifeline = os.pipe()
         os.write(self._lifeline, self._key.encode())
         try:
@@ -215,24 +145,3 @@ class LaunchedServer(HttpClient):
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
-
-
-def _jsonable(body: dict[str, Any]) -> dict[str, Any]:
-    payloads = body.get("serialized_named_tensors")
-    if payloads is None:
-        return body
-    return {**body, "serialized_named_tensors": [base64.b64encode(p).decode() for p in payloads]}
-
-
-def _require_done(server: str, name: str, response: httpx.Response) -> None:
-    """Raises:
-    EngineError: the server refused the call.
-    """
-    if response.status_code == 404:
-        raise EngineError(f"{server} has no call {name}: it is too old; start SGLang 0.5.23 there")
-    if response.status_code != 200:
-        raise EngineError(f"{server} refused {name}: {_error_text(response)}")
-
-
-def _error_text(response: httpx.Response) -> str:
-    return f"status {response.status_code}: {response.text.strip()[:500]}"

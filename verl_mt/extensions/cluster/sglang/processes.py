@@ -49,6 +49,9 @@ _INPUT_CLASSES = {
 """Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
 
 
+_KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
+_IS_WEIGHT = re.compile(r"(weight|bias)$")
+"""The names of an SGLang model's parameters that each update replaces. Buffers have other names."""
 _PLAIN_CALLS = {"abort_request": "AbortReq", "flush_cache": "FlushCacheReqInput"}
 """Calls whose method takes plain arguments, and the classes that SGLang has for them."""
 
@@ -137,7 +140,15 @@ class EngineHost:
     def __init__(self, engine: Any, connection: socket.socket):
         self._engine = engine
         self._connection = connection
+        self._random: dict[str, str] = {}
+        """Checksums of the weights of an engine that has read no files, by their names in SGLang's model."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def remember_random(self) -> None:
+        """The engine has read no files: note its weights, all of which the first update has to replace.
+
+        Runs on the loop of the engine's process. Waits for SGLang."""
+        self._random = await self._checksums()
 
     async def serve(self) -> None:
         """Until the other end closes. Runs on the loop of the engine's process."""
@@ -169,9 +180,32 @@ class EngineHost:
         if name == "flush_cache":
             return {"success": bool((await manager.flush_cache()).success), "message": "requests are running"}
         result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body))
-        if isinstance(result, tuple):
-            return {"success": bool(result[0]), "message": str(result[1])}
+        if isinstance(result, tuple) and not result[0]:
+            return {"success": False, "message": str(result[1])}
+        if name in ("end_weight_update", "update_weights_from_disk") and (left := await self._still_random()):
+            return {
+                "success": False,
+                "message": f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}",
+            }
         return {"success": True}
+
+    async def _still_random(self) -> list[str]:
+        """Weights that the first update has not replaced. SGLang ignores a name that it does not know."""
+        before, self._random = self._random, {}
+        if not before:
+            return []
+        now = await self._checksums()
+        same = {name for name, checksum in before.items() if now.get(name) == checksum}
+        return sorted(filter(_IS_WEIGHT.search, same))
+
+    async def _checksums(self) -> dict[str, str]:
+        """Of all tensors, by rank and name; none where SGLang cannot compute them."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        body = CheckWeightsReqInput(action="checksum")
+        done, _, ranks, _ = await self._engine.tokenizer_manager.check_weights(body)
+        told = enumerate(ranks if done else ())
+        return {f"rank {k}: {name}": value for k, rank in told for name, value in rank["checksums"].items()}
 
 
 def fork_children(descriptor: int) -> None:
@@ -208,6 +242,9 @@ def hold_engine(descriptor: int) -> None:
 
         require_calls(sglang.__version__, io_struct, TokenizerManager)
         engine = sglang.Engine(**arguments)
+        host = EngineHost(engine, connection)
+        if arguments.get("load_format") == "dummy":
+            engine.loop.run_until_complete(host.remember_random())
     except ConfigError as error:
         connection.sendall(encode((0, "failed", str(error))))
         sys.exit(2)
@@ -216,7 +253,7 @@ def hold_engine(descriptor: int) -> None:
         raise
     connection.sendall(encode((0, "ready", {"version": sglang.__version__})))
     try:
-        engine.loop.run_until_complete(EngineHost(engine, connection).serve())
+        engine.loop.run_until_complete(host.serve())
     finally:
         engine.shutdown()
         # What is left is this process alone, and taking its imports down takes seconds.
