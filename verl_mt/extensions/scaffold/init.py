@@ -42,9 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.folder} has {len(made)} files: {', '.join(path.name for path in made)}")
-    print(f"Next: cd {args.folder} && python -m verl_mt.trainer --config-path . --config-name config")
-    print("README.md has the other commands.")
+    print(
+        f"{args.folder} has {len(made)} files: {', '.join(path.name for path in made)}\n"
+        f"Next: cd {args.folder} && python -m verl_mt.trainer --config-path . --config-name config\n"
+        "README.md has the other commands."
+    )
     return 0
 
 

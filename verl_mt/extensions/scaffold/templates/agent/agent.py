@@ -1,6 +1,6 @@
 """The agent of `my_project`: a program that uses the `openai` client. Put yours here.
 
-Its tool is a function of its own. The shipped model knows only this name and argument.
+It brings its tool. The shipped model knows only this name and argument.
 """
 
 import json
