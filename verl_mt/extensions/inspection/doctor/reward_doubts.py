@@ -45,7 +45,7 @@ class Paid:
     """What the reward gave."""
 
     form: str
-    """That which pays best."""
+    """The form that pays best."""
     forms: Sequence[str]
     """All in which the truth earns more than a wrong answer."""
     right: float

@@ -100,7 +100,7 @@ def _schemas(subject: Subject, prompt: Prompt | None) -> Iterator[Finding]:
         function = schema["function"]
         if not str(function.get("description") or "").strip() and len(tools) > 1:
             yield warning(
-                f"tool {function['name']} has no description: a model does not know when to call it rather than another",
+                f"tool {function['name']} has no description: a model does not know when to call it",
                 "write a docstring, or function.description in its schema",
             )
         shown = set((function.get("parameters") or {}).get("properties") or {})
