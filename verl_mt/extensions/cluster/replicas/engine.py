@@ -455,10 +455,12 @@ class ReplicatedEngine(InferenceEngine):
     async def _seated(self, live: LiveTurn, seat: asyncio.Future[None]) -> bool:
         """Wait for the seat. False = the request is to end instead."""
         if not seat.done():
-            stopped = [asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)]
+            stopped: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)
+            ]
             left_s = live.left_s(whole=True)
             try:
-                await asyncio.wait({seat, *stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([seat, *stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in stopped:
                     task.cancel()
