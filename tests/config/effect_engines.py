@@ -91,7 +91,8 @@ def sglang(overrides: tuple[str, ...]) -> Any:
 def vllm(overrides: tuple[str, ...]) -> Any:
     """What vLLM's process is started with."""
     config = compose(["actor_rollout_ref.rollout.name=vllm", *overrides])
-    with mock.patch.object(vllm_options, "_version_of", lambda python: vllm_options.TESTED):
+    found = {"version": vllm_options.TESTED, "arguments": []}
+    with mock.patch.object(vllm_options, "_found", lambda python: found):
         return vllm_options.VLLMOptions.from_config(
             config.actor_rollout_ref, end_token_ids=[1], max_model_len=99, seed=3
         ).arguments()
