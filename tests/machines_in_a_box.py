@@ -32,7 +32,7 @@ exec sleep infinity
 
 def missing() -> str:
     """Why there can be no such machines here; empty = there can."""
-    tools = [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
+    tools = [tool for tool in ("setpriv", "unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
     if tools:
         return f"{', '.join(tools)} not installed"
     if os.geteuid():
@@ -57,7 +57,23 @@ class Machine:
 
     def __post_init__(self) -> None:
         begin = _BEGIN.format(name=self.name, hosts=self.hosts)
-        words = ["unshare", "-n", "-m", "-u", "-p", "--fork", "--kill-child", "--mount-proc", "sh", "-c", begin]
+        # Both end with this process, however that ends.
+        words = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "-n",
+            "-m",
+            "-u",
+            "-p",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            begin,
+        ]
         with self.hosts.with_name(f"{self.name}.log").open("wb") as log:
             self.process = subprocess.Popen(words, start_new_session=True, stderr=log)
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -43,6 +44,7 @@ Send = Callable[[tuple[Any, ...]], None]
 """Says something to the pool, from any thread; never waits."""
 _GOODBYE_S = 10.0
 _NO_LIMIT = sys.maxsize
+_SWITCH_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,11 @@ class Worker:
         """When it returns the worker can be dealt groups."""
         await self._runner.context.engine.start()
         self._in_background(self._lag.watch())
+        # What libraries have made stays. Collections that look at all of it hold the event loop for a third of a second.
+        gc.collect()
+        gc.freeze()
+        # Threads that pack groups and check conversations give the interpreter back to the loop this soon.
+        sys.setswitchinterval(_SWITCH_S)
 
     def hear(self, message: tuple[Any, ...]) -> None:
         """One message of the pool's."""
