@@ -127,6 +127,7 @@ CASES = [
     Case("checkpoint_digests.py", f"--megabytes 16 {ONCE}"),
     Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
     Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400", marks=(pytest.mark.release,)),
+    Case("environments_at_once.py", "--count 40 --tool-s 0.1 --turns 2"),
     Case("export_memory.py", "--size medium", the_model_once),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),

@@ -62,7 +62,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "sys.stdout": (lambda: sys.stdout, lambda found: setattr(sys, "stdout", found)),
     "sys.stderr": (lambda: sys.stderr, lambda found: setattr(sys, "stderr", found)),
     "the time zone": (lambda: time.tzname, lambda found: time.tzset()),
-    "the profiler of threads": (threading.getprofile, threading.setprofile),  # type: ignore[arg-type]
+    "the profiler of threads": (threading.getprofile, threading.setprofile),
     "signal handlers": (lambda: [signal.getsignal(number) for number in signal.valid_signals()], lambda found: None),
 }
 """What -> how to read it and how to set it."""
@@ -106,7 +106,7 @@ class ProcessState:
         for place, function in before.functions.items():
             if place in self.functions and self.functions[place] is not function:
                 changed.append(f"{'.'.join(place)}, which was replaced")
-        used = []
+        used: list[str] = []
         for name, state in before.generators.items():
             if name in self.generators and self.generators[name] != state:
                 (changed if name == "torch" else used).append(f"the generator of {name}, which all code shares")
