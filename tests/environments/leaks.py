@@ -403,16 +403,8 @@ class SharedLock(Base):
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def reset(self, seed: int, **row: Any) -> str:
-        self.lock.acquire(timeout=3)
+        self.lock.acquire()
         return super().reset(seed)
-
-    def write(self, word: int) -> str:
-        """Write.
-
-        Args:
-            word: what
-        """
-        return f"{word} {self.lock.locked()}"
 
     def close(self) -> None:
         if self.lock.locked():
