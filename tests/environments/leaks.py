@@ -378,20 +378,12 @@ class WritesNumbers(Base):
         raise NotImplementedError
 
 
-_OF_ID: dict[int, list[str]] = {}
-
-
-class KeyedById(Base):
-    """An object that is gone leaves its place to another one."""
-
-    def reset(self, seed: int, **row: Any) -> str:
-        self.notes = _OF_ID.setdefault(id(self), [])
-        return f"Seed {seed}: write 4 and 5 and 6."
+_OF_THREAD: dict[int, list[str]] = {}
 
 
 class KeyedByThread(WritesNumbers):
     def _said(self, word: int) -> Any:
-        notes = _OF_ID.setdefault(threading.get_ident(), [])
+        notes = _OF_THREAD.setdefault(threading.get_ident(), [])
         notes.append(str(word))
         return notes
 
@@ -411,16 +403,8 @@ class SharedLock(Base):
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def reset(self, seed: int, **row: Any) -> str:
-        self.lock.acquire(timeout=3)
+        self.lock.acquire()
         return super().reset(seed)
-
-    def write(self, word: int) -> str:
-        """Write.
-
-        Args:
-            word: what
-        """
-        return f"{word} {self.lock.locked()}"
 
     def close(self) -> None:
         if self.lock.locked():

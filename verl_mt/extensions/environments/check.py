@@ -49,7 +49,8 @@ from verl_mt.tools.toolset import ToolSet
 
 SIBLINGS = 16
 ACTIONS = 8
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
+"""Of a call: the first one may import a large library."""
 _SHORT_S = 0.2
 _EPISODES = 5
 """That are looked at for what they leave behind."""

@@ -32,7 +32,7 @@ Action = tuple[str, Any]
 Trace = tuple[str, ...]
 """What an environment said: its prompt, the answer to each action, and at the end its score and state."""
 
-_CHILD_S = 120.0
+_CHILD_S = 300.0
 """Deadline of a process."""
 _MARK = "\ntraces of a new interpreter: "
 _WORD = re.compile(r"\[\w+\]|\w+")

@@ -78,13 +78,21 @@ class ProcessState:
     counts: dict[str, int] = field(default_factory=lambda: _counts())
 
     def restore(self) -> None:
-        """Set the settings and functions as they were. What imports have left behind is gone too."""
+        """Set the settings and functions as they were, without what imports have left behind.
+
+        Draws from each shared generator, so that seeding it again is a change.
+        """
         for name, (_, put) in _SETTINGS.items():
             with contextlib.suppress(OSError, ValueError, locale.Error):
                 put(self.settings[name])
         for (module, name), function in self.functions.items():
             if getattr(sys.modules.get(module), name, None) is not function:
                 setattr(sys.modules[module], name, function)
+        random.random()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.random()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.rand(())
 
     def changes(self, before: ProcessState, episodes: int) -> tuple[list[str], list[str]]:
         """What episodes have changed, and what they have only used.
