@@ -22,7 +22,9 @@ from typing import Any
 import yaml
 
 import verl_mt
+from verl_mt.config.compose import compose
 from verl_mt.errors import VerlMTError
+from verl_mt.trainer.inference import measure
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Number of seeds -> 97.5 % quantile of Student's distribution."""
@@ -47,6 +49,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Train one family with one seed. Returns the numbers of its first and last validation."""
     task = yaml.safe_load(family)["task"]
+    folder = args.out / f"{task}_seed_{seed}{'_trl' if args.library == 'trl' else ''}"
     words = [
         "experiment=public_tasks",
         f"actor_rollout_ref.rollout.environment.config={family}",
@@ -54,13 +57,22 @@ def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[st
         f"trainer.total_training_steps={args.steps}",
         f"trainer.test_freq={args.steps}",
         f"trainer.save_freq={args.steps}",
-        f"trainer.default_local_dir={args.out / f'{task}_seed_{seed}'}",
+        f"trainer.default_local_dir={folder}",
         f"data.val_max_samples={args.held_out}",
         f"data.seed={seed}",
+        f"actor_rollout_ref.model.path={args.model.format(task=task)}",
         *overrides,
     ]
-    curve = verl_mt.train(args.model.format(task=task), overrides=words).curve("val/accuracy")
-    return {"family": task, "seed": seed, "start": curve[min(curve)], "end": curve[max(curve)], "step": max(curve)}
+    if args.library == "trl":
+        from with_trl import train
+
+        trained = train(compose(words), folder)
+        models = ([], [f"actor_rollout_ref.model.path={trained}"])
+        start, end = (measure(compose(words + changed)).metrics["val/accuracy"] for changed in models)
+    else:
+        curve = verl_mt.train(overrides=words).curve("val/accuracy")
+        start, end = curve[min(curve)], curve[max(curve)]
+    return {"library": args.library, "family": task, "seed": seed, "start": start, "end": end}
 
 
 def table(rows: Sequence[dict[str, Any]], held_out: int) -> str:
@@ -84,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a hub name")
     parser.add_argument("--family", action="append", required=True, help="{task: NAME, ...}; several times for more")
+    parser.add_argument("--library", choices=("verl_mt", "trl"), default="verl_mt", help="what trains")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=500, help="questions of each validation")
@@ -99,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(table(rows, args.held_out))
-    out = args.out / "measured.json"
+    out = args.out / f"measured_{args.library}.json"
     out.write_text(json.dumps({"held_out": args.held_out, "steps": args.steps, "runs": rows}, indent=1) + "\n")
     print(out)
     return 0
