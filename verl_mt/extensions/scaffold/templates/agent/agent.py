@@ -1,6 +1,6 @@
 """The agent of `my_project`: a program that uses the `openai` client. Put yours here.
 
-It brings its tool. The shipped model knows only this name and argument.
+It needs `pip install "verl_mt[openai]"`. It brings its tool. The shipped model knows only this name and argument.
 """
 
 import json
