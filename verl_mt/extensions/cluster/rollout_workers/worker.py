@@ -113,7 +113,7 @@ class Worker:
         """When it returns the worker can be dealt groups."""
         await self._runner.context.engine.start()
         self._in_background(self._lag.watch())
-        # What libraries have made stays. Collections that look at all of it hold the event loop for a third of a second.
+        # What libraries have made stays. Collections that look at all of it hold the event loop for .3 s.
         gc.collect()
         gc.freeze()
         # Threads that pack groups and check conversations give the interpreter back to the loop this soon.
