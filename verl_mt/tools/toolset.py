@@ -232,8 +232,8 @@ class ToolSet:
             )
         for name in names:
             if not isinstance(name, str) or name not in self._entries:
-                close = suggest(str(name), self.names)
-                raise DataError(f"extra_info.{key}: unknown tool {name!r}{close}. Configured: {listing(self.names)}")
+                hint = suggest(str(name), self.names)
+                raise DataError(f"extra_info.{key}: unknown tool {name!r}{hint}. Configured: {listing(self.names)}")
         return ToolSet(self._entries[name] for name in dict.fromkeys(names))
 
 
