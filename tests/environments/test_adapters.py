@@ -9,6 +9,7 @@ from two_steps import RO, train_two_steps
 from verl_mt.data.trajectory import StopReason
 from verl_mt.environments.kinds import build_kind
 from verl_mt.errors import ConfigError, DataError, PluginError
+from verl_mt.extensions.environments.reasoning import ReasoningGym
 
 CLOSED: list[str] = []
 
@@ -188,3 +189,17 @@ def test_each_is_trained_for_two_steps(tmp_path, package, path, config):
     if package is not None:
         pytest.importorskip(package, reason=f"needs the package {package}")
     train_two_steps(tmp_path, f"{RO}.environment.path={path}", f"{RO}.environment.config={config}")
+
+
+def test_the_answer_of_reasoning_gym_may_stand_in_another_form():
+    for pattern, said in (("#### (", "is no regular expression"), ("####", "has 0 groups. It needs one")):
+        with pytest.raises(PluginError, match=said):
+            ReasoningGym("chain_sum", answer_pattern=pattern)
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    config = {"task": "chain_sum", "max_terms": 2, "max_digits": 1}
+    answer = ReasoningGym(**config)
+    answer.reset(seed=1)
+    told = f"#### {answer._entry['answer']}"
+    for changed, right in (({"answer_pattern": r"#### *(\S+)"}, True), ({}, False)):
+        (done,) = play(ReasoningGym, [told], {"seed": 1}, config=config | changed)
+        assert (done.reward == 1.0) is right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,19 @@ SMALL = (
 )  # fmt: skip
 
 
-def train_two_steps(folder: Path, *words: str) -> list[dict[str, Any]]:
+def train_two_steps(folder: Path, *words: str, engine: Callable[[Any], Any] | None = None) -> list[dict[str, Any]]:
     """Train with these words behind the usual ones.
+
+    Args:
+        folder: for the run directory.
+        words: of the command.
+        engine: configuration -> an engine in the place of the run's own.
 
     Returns:
         The rollout rows: none failed, each has a reward, and exactly its sampled ids are trained.
     """
-    trainer = build_trainer(compose([*SMALL, f"trainer.default_local_dir={folder / 'run'}", *words]))
+    config = compose([*SMALL, f"trainer.default_local_dir={folder / 'run'}", *words])
+    trainer = build_trainer(config, engine=None if engine is None else engine(config))
     try:
         trainer.fit()
     finally:

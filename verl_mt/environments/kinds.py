@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -110,8 +111,7 @@ class Kind:
             _check_config(self.cls, self.config_of(row), f"column {COLUMN}: config")
         except ConfigError as error:
             raise DataError(str(error)) from None
-        known = ((self.cls.__init__, self.config_of(row)), (self.cls.reset, row))
-        for function, given in known:
+        for function, given in ((self.cls.__init__, self.config_of(row)), (self.cls.reset, row)):
             for name in _required(function):
                 if name not in given:
                     config = f", or set {KEY}.config.{name}" if function is self.cls.__init__ else ""
@@ -142,8 +142,7 @@ class EnvironmentTools(ToolSet):
     @property
     def limit(self) -> int | None:
         """Objects alive at once; None = no limit."""
-        limits = [kind.cls.limit for kind in self.kinds.values() if kind.cls.limit is not None]
-        return min(limits, default=None)
+        return min((kind.cls.limit for kind in self.kinds.values() if kind.cls.limit is not None), default=None)
 
     @property
     def any_tools(self) -> bool:
@@ -345,6 +344,7 @@ def _check_config(cls: type[Environment], config: Mapping[str, Any], key: str) -
             )
 
 
+@functools.cache
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:
     """Those behind `self`."""
     return [] if function is object.__init__ else list(inspect.signature(function).parameters.values())[1:]

@@ -189,8 +189,7 @@ class EnvironmentSession:
         """Runs in the environment's thread."""
         environment = self.kind.cls(**config)
         with self._making:
-            given_up = self._given_up
-            if not given_up:
+            if not (given_up := self._given_up):
                 self._environment = environment
         if given_up and callable(close := getattr(environment, "close", None)):
             closed = close()

@@ -225,10 +225,10 @@ class ToolSet:
     def _chosen(self, key: str, names: Any) -> ToolSet:
         """Those that `extra_info.KEY` of a row names."""
         if not isinstance(names, list | tuple):
-            close = difflib.get_close_matches(names, self.names, n=1) if isinstance(names, str) else []
+            near = difflib.get_close_matches(names, self.names, n=1) if isinstance(names, str) else []
             raise DataError(
                 f"extra_info.{key} must be a list of tool names (null = all), got {value_text(names)}"
-                f"{f'; did you mean {close}?' if close else ''}. Configured: {listing(self.names)}"
+                f"{f'; did you mean {near}?' if near else ''}. Configured: {listing(self.names)}"
             )
         for name in names:
             if not isinstance(name, str) or name not in self._entries:

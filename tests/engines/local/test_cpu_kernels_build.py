@@ -114,3 +114,11 @@ def test_a_cache_that_cannot_be_written_is_named(counted, tmp_path, monkeypatch)
 
 def test_no_flag_lets_the_compiler_reorder_sums():
     assert not {"-ffast-math", "-Ofast", "-fassociative-math", "-funsafe-math-optimizations"} & set(builds.FLAGS)
+
+
+def test_the_source_is_in_the_wheel():
+    from hatchling.builders.wheel import WheelBuilder
+
+    repo = Path(__file__).resolve().parents[3]
+    shipped = {file.distribution_path for file in WheelBuilder(str(repo)).recurse_included_files()}
+    assert "verl_mt/extensions/cpu_kernels/kernels.cpp" in shipped

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -160,13 +160,16 @@ class Killer:
     kill: Callable[[], None]
     late: str = ""
     """A phase in which it kills at the end of the call."""
+    phases: Mapping[str, tuple[object, str]] | None = None
+    """Others than `PHASES`, with the parts themselves."""
     calls: Counter = field(default_factory=Counter)
     killed: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for phase, (owner, name) in PHASES.items():
+        named = {phase: (getattr(self.trainer, owner), name) for phase, (owner, name) in PHASES.items()}
+        for phase, (owner, name) in (self.phases or named).items():
             at = partial(self.at, phase)
-            before(getattr(self.trainer, owner), name, *([lambda: None, at] if phase == self.late else [at]))
+            before(owner, name, *([lambda: None, at] if phase == self.late else [at]))
 
     def at(self, phase: str) -> None:
         step = self.trainer.step_number

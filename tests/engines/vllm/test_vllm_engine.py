@@ -18,9 +18,11 @@ from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.base import EngineSetup, Receiver
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm import client, options, publisher
 from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn, environment_of
-from verl_mt.extensions.cluster.vllm.publisher import FileBuckets, FilePublisher
+from verl_mt.extensions.cluster.vllm.engine import VLLMEngine
+from verl_mt.extensions.cluster.vllm.publisher import Broadcaster, FileBuckets, FilePublisher
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -28,7 +30,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 @pytest.fixture
 def with_vllm(monkeypatch):
     """Every Python has the tested version."""
-    monkeypatch.setattr(options, "_found", lambda python: {"version": options.TESTED, "arguments": []})
+    monkeypatch.setattr(options, "_found", lambda python: {"version": VLLM.newest, "arguments": []})
 
 
 def check(*words: str) -> None:
@@ -139,7 +141,15 @@ def test_a_python_that_another_machine_lacks_is_named():
 def test_an_untested_version_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(options, "_found", lambda python: {"version": "0.99.1", "arguments": []})
     check(ROLLOUT + f"python={sys.executable}")
-    assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
+    assert f"has vLLM 0.99.1; verl_mt is tested with {VLLM} (docs/vllm.md)" in caplog.text
+
+
+def test_a_version_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(options, "_found", lambda python: {"version": "0.31.0", "arguments": []})
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.python: .* has vLLM 0\.31\.0, which is too old: .* Install {VLLM.newest}"
+    ):
+        check(ROLLOUT + f"python={sys.executable}")
 
 
 def test_memory_of_gpus_that_only_the_ranks_have_is_not_freed_either(with_vllm):
@@ -281,7 +291,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
 
 
 def test_an_argument_that_vllm_has_not_is_refused_before_anything_starts(monkeypatch):
-    found = {"version": options.TESTED, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
+    found = {"version": VLLM.newest, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
     monkeypatch.setattr(options, "_found", lambda python: found)
     check(ROLLOUT + "engine_kwargs={enforce_eager: True}")
     with pytest.raises(ConfigError, match=r"engine_kwargs\.enforce_eger: vLLM has no such argument; did you mean 'enf"):
@@ -305,3 +315,35 @@ def test_the_names_of_arguments_are_read_where_vllm_is_installed(tmp_path, monke
         assert options._found(sys.executable) == {"version": "0.32.0", "arguments": ["model", "more"]}
     finally:
         options._found.cache_clear()
+
+
+def test_engines_that_are_launched_here_have_gpus_of_their_own_behind_the_one_that_trains(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = options.VLLMOptions("verl_mt://tiny", 9, num_launched=2, tensor_parallel_size=2)
+    assert [made.environment(number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["1,2", "3,4"]
+    assert [made.arguments(number)["engine"]["seed"] for number in range(2)] == [0, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5")
+    assert made.environment(1)["CUDA_VISIBLE_DEVICES"] == "6,5"
+    with pytest.raises(ConfigError, match=r"launch_servers=5 .* needs 6 GPUs, with the one that trains"):
+        config = compose([ROLLOUT + "name=vllm", ROLLOUT + "launch_servers=5", "trainer.device=cuda"])
+        options.check_placement(keys_of(config.actor_rollout_ref.rollout), config.trainer, on_gpu=True)
+
+
+def test_both_ends_of_a_broadcast_have_the_same_nccl_settings_unless_you_set_them(monkeypatch):
+    rollout = compose([ROLLOUT + "name=vllm", ROLLOUT + "launch_servers=2"]).actor_rollout_ref.rollout
+    expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert VLLMEngine.rank_environment(rollout) == expected
+    made = options.VLLMOptions("verl_mt://tiny", 9, num_launched=2)
+    assert expected.items() <= made.environment(0).items()
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert made.environment(0)["NCCL_CUMEM_ENABLE"] == "1"
+    assert not VLLMEngine.rank_environment(compose([ROLLOUT + "name=vllm"]).actor_rollout_ref.rollout)
+
+
+def test_a_bucket_of_a_broadcast_is_described_without_its_bytes():
+    made = Broadcaster({"a": (2, 3), "b": (4,)}, "float32", 9.0, address="127.0.0.1")
+    (bucket,) = made._buckets.pack([("a", torch.ones(2, 3)), ("b", torch.zeros(4))], 1000)
+    assert made._body(bucket) == {"entries": [["a", [2, 3], "float32", 0], ["b", [4], "float32", 24]]}
+    made.close()

@@ -94,9 +94,10 @@ def _product(part: Any) -> _Product:
 
 def _beside(x: torch.Tensor, products: list[_Product]) -> torch.Tensor:
     """The products of `x` [N, C], beside each other [N, sum of the widths]."""
-    widths = [weight.shape[1] for weight, _ in products]
-    out = x.new_empty(len(x), sum(widths))
-    for (weight, bias), part in zip(products, out.split(widths, 1)):
+    out, start = x.new_empty(x.shape[0], sum(weight.shape[1] for weight, _ in products)), 0
+    for weight, bias in products:
+        part = out.narrow(1, start, weight.shape[1])
+        start += weight.shape[1]
         if bias is None:
             torch.mm(x, weight, out=part)
         else:
@@ -155,17 +156,17 @@ class CompiledForward(PackedForward):
         places = library.plan(ids, work.rows, work.positions, work.num_single, group, self._dim)
         wanted = torch.from_numpy(work.wanted)
         x = torch.nn.functional.embedding(torch.from_numpy(work.tokens), self._embedding)
-        q = torch.empty(len(x), self._heads, self._dim)
+        q = torch.empty(x.shape[0], self._heads, self._dim)
         for number, layer in enumerate(self._layers):
             attended = self._attend(number, layer, x, q, cache, places)
-            if number == len(self._layers) - 1 and len(wanted) < len(x):
+            if number == len(self._layers) - 1 and len(work.wanted) < len(work.tokens):
                 # Behind the last attention only the tokens count whose logits are wanted.
                 x, attended = x[wanted], attended[wanted]
             x.addmm_(attended, layer.output)
             normed = torch.empty_like(x)
             library.norm(x, layer.mlp_norm, normed, self._eps)
             both = _beside(normed, layer.gate_up)
-            inside = both.new_empty(len(both), both.shape[1] // 2)
+            inside = both.new_empty(both.shape[0], both.shape[1] // 2)
             library.silu_multiply(both, inside)
             x.addmm_(inside, layer.down)
         normed = torch.empty_like(x)
@@ -186,7 +187,7 @@ class CompiledForward(PackedForward):
             cache.write(number, nowhere, nowhere, (nothing, nothing))
             kv = cache.of_layer(number)
         self._library.rotate_and_write(qkv, layer.head_norms, self._angles, q, kv, places, self._eps)
-        out = qkv.new_empty(len(x), self._heads * self._dim)
+        out = qkv.new_empty(x.shape[0], self._heads * self._dim)
         self._library.attend(q, kv, out, places, self._scale)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ _SIGNATURES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Places:
     """Where the tokens of a step go, and which are attended together."""
 
@@ -40,6 +41,11 @@ class Places:
     blocks: np.ndarray
     """[N, 4] int64, of which the first `num_blocks` count: begin, end, shared positions, row."""
     num_blocks: int
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int]:
+        """Of the arrays, in their order."""
+        return tuple(x.ctypes.data for x in (self.rows, self.positions, self.order, self.blocks))  # type: ignore[return-value]
 
 
 class Library:
@@ -96,17 +102,14 @@ class Library:
         _, heads, length, dim = keys.shape
         failed = self._call["attend"](
             q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), heads, q.shape[1] // heads, dim, length,
-            places.rows.ctypes.data, places.positions.ctypes.data, places.order.ctypes.data, places.blocks.ctypes.data,
-            places.num_blocks, scale, torch.get_num_threads(),
+            *places.pointers, places.num_blocks, scale, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
         """RMSNorm of `x` [N, C] with `weight` [C], into `out` [N, C]."""
-        self._call["norm"](
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads()
-        )  # fmt: skip
+        self._call["norm"](x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads())
 
     def silu_multiply(self, both: torch.Tensor, out: torch.Tensor) -> None:
         """silu(gate) * up of `both` [N, 2 * I], gate first, into `out` [N, I]."""
@@ -137,8 +140,8 @@ class Library:
         _, heads, length, dim = kv[0].shape
         self._call["rotate_and_write"](
             qkv.data_ptr(), q_weight, k_weight, angles[0].data_ptr(), angles[1].data_ptr(), q.data_ptr(),
-            kv[0].data_ptr(), kv[1].data_ptr(), len(qkv), q.shape[1], heads, dim, length, places.rows.ctypes.data,
-            places.positions.ctypes.data, eps, torch.get_num_threads(),
+            kv[0].data_ptr(), kv[1].data_ptr(), qkv.shape[0], q.shape[1], heads, dim, length, *places.pointers[:2], eps,
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def draw(self, logits: torch.Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,7 @@ class OpenEnv(Environment):
             )
         return _actions(url, *sorted((headers or {}).items()))[1]
 
-    async def reset(self, **row: Any) -> str | None:
+    async def reset(self, **row: Any) -> str | None:  # type: ignore[override]
         """The first observation. The row's columns are the arguments of the server's `reset`."""
         result = await self._client.reset(**{k: v for k, v in row.items() if k not in _OWN_COLUMNS})
         return self._seen(result)[0] or None
@@ -115,7 +115,7 @@ def _client_class() -> type[Any]:
     except ImportError as error:
         raise PluginError(f"OpenEnv needs the package openenv ({error}): pip install openenv") from error
 
-    class OneSession(GenericEnvClient):  # type: ignore[misc]
+    class OneSession(GenericEnvClient):
         has_begun = False
 
         def check(self) -> None:

@@ -41,7 +41,7 @@ def parts(env: Any, agent: Any = None) -> Parts:
 
     Args:
         env: an environment of verifiers 0.1 (`SingleTurnEnv`, `MultiTurnEnv`, `ToolEnv`, `StatefulToolEnv`, ...), or a
-            `Taskset` or `Env` of verifiers 0.3 and newer (`verifiers.v1`).
+            `Taskset` of verifiers 0.3 and newer (`verifiers.v1`).
         agent: for a `Taskset`: the `AgentConfig` that plays its tasks. None = the `null` harness, as a process of this
             machine: the model's only tools are the task's.
 
@@ -52,8 +52,6 @@ def parts(env: Any, agent: Any = None) -> Parts:
         source: Any = _Environment(env)
     elif callable(getattr(env, "load", None)):
         source = _Taskset(env, _played_by(agent))
-    elif callable(getattr(env, "run_episode", None)):
-        source = _Episodes(env)
     else:
         raise PluginError(f"{value_text(env, 80)} is neither an environment nor a taskset of verifiers")
 
@@ -119,33 +117,18 @@ class _Taskset:
         return [_messages(task.data) for task in self._all()]
 
     async def play(self, number: int, split: str, base_url: str, api_key: str) -> Scored:
-        return _scores_of([await self._trace(self._all()[number], _client(base_url))])
-
-    async def _trace(self, task: Any, client: Any) -> Any:
         import verifiers.v1 as vf
 
-        return await vf.make_agent(self._agent.model_copy(update={"model": "policy", "client": client})).run(task)
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var="VERL_MT_POLICY_KEY")  # the address is the secret
+        agent = vf.make_agent(self._agent.model_copy(update={"model": "policy", "client": client}))
+        trace = await agent.run(self._all()[number])
+        _check(*trace.errors[-1:])
+        return _scores(trace.reward, trace.metrics)
 
     def _all(self) -> list[Any]:
         if self._tasks is None:
             self._tasks = list(self._taskset if self._taskset.bounded else self._taskset.take(_MOST_TASKS))
         return self._tasks
-
-
-class _Episodes(_Taskset):
-    """An `Env` of `verifiers.v1`: its own agents play its taskset."""
-
-    def __init__(self, env: Any):
-        super().__init__(env.taskset, None)
-        self._env = env
-
-    async def play(self, number: int, split: str, base_url: str, api_key: str) -> Scored:
-        import verifiers.v1 as vf
-
-        context = vf.ModelContext(model="policy", client=_client(base_url))
-        episode = await self._env.run_episode(self._all()[number], context)
-        _check(*episode.errors[-1:])
-        return _scores_of(episode.traces)
 
 
 def _played_by(agent: Any) -> Any:
@@ -156,26 +139,10 @@ def _played_by(agent: Any) -> Any:
     return vf.AgentConfig.model_validate({"harness": {"id": "null"}, "runtime": {"type": "subprocess"}})
 
 
-def _client(base_url: str) -> Any:
-    import verifiers.v1 as vf
-
-    return vf.EvalClientConfig(base_url=base_url, api_key_var="VERL_MT_POLICY_KEY")  # the address is the secret
-
-
 def _check(error: Any = None) -> None:
     """Raises RuntimeError: the environment failed. A limit of the run that ended the conversation is no failure."""
     if error and _REFUSED not in str(error):
         raise RuntimeError(f"verifiers: {error}")
-
-
-def _scores_of(traces: Sequence[Any]) -> Scored:
-    """The mean reward of the policy's traces, with their metrics."""
-    for trace in traces:
-        _check(*trace.errors[-1:])
-    metrics: Scored = {}
-    for trace in traces:
-        metrics |= dict(trace.metrics)
-    return _scores(sum(trace.reward for trace in traces) / len(traces), metrics)
 
 
 def _scores(reward: Any, metrics: Any) -> Scored:

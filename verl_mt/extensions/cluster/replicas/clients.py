@@ -44,6 +44,10 @@ class Endpoint:
         """As `Client.call`, where there is no server."""
         await self.ask.later("call", name, body, timeout_s)
 
+    async def progress(self) -> Any:
+        """As `Client.progress`, where there is no server."""
+        return await self.ask.later("progress")
+
 
 class Client(abc.ABC):
     """Names of calls are those of SGLang's HTTP endpoints; bodies and answers are theirs, too. Another engine's process
@@ -63,6 +67,8 @@ class Client(abc.ABC):
     """Over which the model is split (tensor parallelism)."""
     on_gpu = False
     """A server whose weights are on a GPU, as far as it says."""
+    takes: int | None = None
+    """Requests that it decodes at once, where it tells."""
     pristine = True
     """Since it was started, nobody has changed the weights of the model's files."""
     starts_empty = False
@@ -102,6 +108,14 @@ class Client(abc.ABC):
             EngineError: the engine refused.
             EngineGoneError: the engine went away, or did not answer in time and was given up.
         """
+
+    async def progress(self) -> Any:
+        """Something that changes with each token that the engine samples, or soon after it; None = it does not tell.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        return None
 
     def receiver(self) -> Receiver:
         """The engine as its publisher sees it, from any thread."""
@@ -256,6 +270,9 @@ class ChildClient(Client):
         if not answer["success"]:
             raise EngineError(f"{self.kind} refused {name}: {answer.get('message', 'no reason given')}")
 
+    async def progress(self) -> Any:
+        return (await self._ask("progress", {})).get("seen")
+
     def give_up(self, reason: str) -> None:
         super().give_up(reason)
         for future in self._waiting.values():
@@ -362,6 +379,9 @@ class HostedClient(Client):
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         # Its own deadline ends the engine there; this one is for a machine that does not answer any more.
         await self._in_time(name, self._ask("call", name, body, timeout_s), timeout_s + CONNECT_S)
+
+    async def progress(self) -> Any:
+        return await self._ask("progress")
 
     async def stop(self) -> None:
         lost = self._reason

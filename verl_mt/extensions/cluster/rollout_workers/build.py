@@ -40,6 +40,7 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
             capabilities=engine.capabilities,
             branch=engine.branch(),
             clock=here(),
+            count=count,
         )
         for number in range(count)
     ]

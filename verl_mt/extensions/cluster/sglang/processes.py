@@ -12,6 +12,7 @@ holds the server's API key. When its writing end closes (the starter ended, howe
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ from typing import Any
 
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess, encode, read_blocking, read_frame
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _MODULE = "verl_mt.engines.sglang.processes"
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -46,8 +48,21 @@ _INPUT_CLASSES = {
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
 }
-"""Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
-
+"""Name of a call, as of the HTTP server's endpoint and the tokenizer manager's method, and its argument's class."""
+_SENT = {
+    "init_weights_update_group": (
+        "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend",
+    ),
+    "pause_generation": ("mode",),
+    "release_memory_occupation": ("tags",),
+    "resume_memory_occupation": ("tags",),
+    "update_weights_from_disk": ("model_path", "weight_version", "load_format"),
+    "update_weights_from_distributed": (
+        "names", "dtypes", "shapes", "group_name", "load_format", "flush_cache", "weight_version",
+    ),
+    "update_weights_from_tensor": ("serialized_named_tensors", "load_format", "flush_cache", "weight_version"),
+}  # fmt: skip
+"""Name of a call -> what is sent with it."""
 
 _KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
 _IS_WEIGHT = re.compile(r"(weight|bias)$")
@@ -114,6 +129,12 @@ def reserve_port() -> socket.socket:
     raise EngineError("64 ports of this machine below 22000 were tried for an SGLang server, and all are taken")
 
 
+def extras(name: str) -> dict[str, Any]:
+    """What SGLang needs with a call, beside its body. It would read files as its own were read at the start: not at
+    all, in an engine that started without weights."""
+    return {"load_format": "auto"} if name == "update_weights_from_disk" else {}
+
+
 def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """Whether this SGLang has all calls that a run will need, asked before the engine is loaded.
 
@@ -127,10 +148,13 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """
     calls = {**_INPUT_CLASSES, **_PLAIN_CALLS}
     missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
+    for name in _SENT.keys() - missing:
+        takes = inspect.signature(getattr(io_struct, calls[name])).parameters
+        missing += [f"{name}({part}=)" for part in _SENT[name] if part not in takes]
     if missing:
         raise ConfigError(
-            f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
-            "(docs/sglang.md)"
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}; install "
+            f"{SGLANG.newest} ({SGLANG.page})"
         )
 
 
@@ -174,12 +198,14 @@ class EngineHost:
         manager = self._engine.tokenizer_manager
         if name == "generate":
             return {"meta_info": (await self._engine.async_generate(**body))["meta_info"]}
+        if name == "progress":
+            return {"seen": manager.last_receive_tstamp}
         if name == "abort_request":
             manager.abort_request(**body)
             return {"success": True}
         if name == "flush_cache":
             return {"success": bool((await manager.flush_cache()).success), "message": "requests are running"}
-        result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body))
+        result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body, **extras(name)))
         if isinstance(result, tuple) and not result[0]:
             return {"success": False, "message": str(result[1])}
         if name in ("end_weight_update", "update_weights_from_disk") and (left := await self._still_random()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import inspect
 import mmap
 import multiprocessing
 import os
@@ -52,6 +53,21 @@ _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 """What SGLang's requests and vLLM's call alike."""
+_CALLS: dict[type, dict[str, tuple[str, ...]]] = {
+    AsyncLLM: {
+        "abort": ("request_id",),
+        "finish_weight_update": ("self",),
+        "from_engine_args": ("engine_args",),
+        "generate": ("prompt", "sampling_params", "request_id"),
+        "pause_generation": ("mode", "clear_cache"),
+        "reset_prefix_cache": ("reset_running_requests",),
+        "resume_generation": ("self",),
+        "start_weight_update": ("self",),
+        "update_weights": ("request",),
+    },
+    WeightTransferUpdateRequest: {"__init__": ("update_info",)},
+}
+"""Class -> method -> what it is called with."""
 _POLL_S = 0.5
 _TOGETHER_S = 120.0
 """How long joining, and the broadcast of one bucket, may take, as at the sender."""
@@ -305,6 +321,12 @@ class Host:
             }
         }
 
+    async def progress(self) -> dict[str, Any]:
+        """How many tokens each request has."""
+        states = self._engine.output_processor.request_states
+        sampled = {rid: state.detokenizer.num_output_tokens() for rid, state in states.items() if state.detokenizer}
+        return {"seen": sampled}
+
     async def abort_request(self, rid: str) -> None:
         """End a request with what it has."""
         await self._engine.abort(rid)
@@ -348,16 +370,17 @@ class Host:
         """One bucket by broadcast, which the sender begins when it has asked for this."""
         await self.update_weights_from_tensor("", entries, weight_version)
 
-    async def end_weight_update(self) -> None:
+    async def end_weight_update(self) -> dict[str, Any]:
         """Close the session: caches go, and tokens from here on carry the version."""
         await self._engine.finish_weight_update(self._version)
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
+        emptied = await self._engine.reset_prefix_cache(reset_running_requests=True)
+        return {"success": emptied, "message": "the prefix cache could not be emptied"}
 
-    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
+    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> dict[str, Any]:
         """A whole update."""
         await self.begin_weight_update()
         await self.update_weights_from_tensor(model_path, [], weight_version)
-        await self.end_weight_update()
+        return await self.end_weight_update()
 
 
 def _encode(message: Any) -> bytes:
@@ -393,8 +416,20 @@ def _fork_children() -> None:
         multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment]
 
 
+def _require_calls() -> None:
+    """Whether this vLLM has all calls that a run will need, asked before the engine is loaded."""
+    missing = []
+    for kind, calls in _CALLS.items():
+        for name, parts in calls.items():
+            takes = inspect.signature(getattr(kind, name)).parameters if hasattr(kind, name) else ()
+            missing += [f"{kind.__name__}.{name}({part}=)" for part in parts if part not in takes]
+    if missing:
+        raise RuntimeError(f"vLLM {__version__} lacks the calls {', '.join(missing)} (docs/vllm.md has the versions)")
+
+
 async def _run(arguments: dict[str, Any], connection: socket.socket) -> None:
     try:
+        _require_calls()
         transfer = WeightTransferConfig(backend=_TRANSFER)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
     except BaseException as error:

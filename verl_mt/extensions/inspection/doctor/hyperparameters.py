@@ -16,7 +16,7 @@ from verl_mt.extensions.inspection.doctor.scripted import called
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CLIPS = {"token": (0.01, 0.5, "0.2"), "trajectory": (1e-5, 0.1, "3e-4")}
-"""By what a loss depends on: smallest and largest lower clip range, and a usual one (PPO, DAPO; GSPO)."""
+"""`PolicyLoss.depends_on` -> smallest and largest lower clip range, and a usual one (PPO, DAPO; GSPO)."""
 _MOST_CLIP_HIGH = 1.0
 _MOST_KL, _MOST_ENTROPY, _MOST_EPOCHS, _MOST_DECAY = 0.5, 0.05, 10, 0.3
 _CLIP_NORM = (1e-3, 100.0)

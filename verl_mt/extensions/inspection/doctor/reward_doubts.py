@@ -45,7 +45,7 @@ class Paid:
     """What the reward gave."""
 
     form: str
-    """That which pays best."""
+    """The form that pays best."""
     forms: Sequence[str]
     """All in which the truth earns more than a wrong answer."""
     right: float
@@ -231,12 +231,12 @@ def _odd_truths(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
     common = [(name, having) for name, having in shapes.items() if len(having) >= _SHAPE_SHARE * len(rows)]
     forms = list(dict.fromkeys([paid.form, *paid.forms, *asked_forms(inquiry.prompts[0])]))[:4]
     for name, having in common[:_SHAPES]:
-        prompt = built(subject, having[0])
-        if prompt is None:
+        rendered = built(subject, having[0])
+        if rendered is None:
             continue
         text = str(truth_text(having[0].ground_truth))
         answers = [f.replace(SLOT, said) for f in forms for said in dict.fromkeys((text, text.replace(",", "")))]
-        found = max(earned(t) for t in inquiry.play([inquiry.talk(prompt, answer) for answer in answers]))
+        found = max(earned(t) for t in inquiry.play([inquiry.talk(rendered, answer) for answer in answers]))
         if found <= paid.wrong + SAME:
             yield warning(
                 f"{len(having)} of {len(rows)} ground truths are like {having[0].ground_truth!r} "

@@ -42,10 +42,8 @@ def tool_trouble(subject: Subject, found: Sequence[Trajectory]) -> Iterator[Find
     prompt = next((p for p in subject.prompts if p.tools), None)
     played = list(found)
     if prompt is not None and subject.rollout.agent_function_path is None:
-        others = range(1, min(len(prompt.tools), _MOST_TOOLS + 1))
-        played += subject.open_stage().play(
-            [talk_of(subject, prompt, tool=tool) for tool in others], samples=2, unlimited=True
-        )
+        others = [talk_of(subject, prompt, tool=i) for i in range(1, min(len(prompt.tools), _MOST_TOOLS + 1))]
+        played += subject.open_stage().play(others, samples=2, unlimited=True) if others else []
     counted: Counter[str] = Counter()
     for trajectory in played:
         counted.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})
@@ -97,11 +95,12 @@ def _answers(played: Sequence[Trajectory]) -> list[str]:
 
 def _schemas(subject: Subject, prompt: Prompt | None) -> Iterator[Finding]:
     """What a schema shows is what the code reads."""
-    for schema in prompt.tools if prompt is not None else ():
+    tools = prompt.tools if prompt is not None else []
+    for schema in tools:
         function = schema["function"]
-        if not str(function.get("description") or "").strip():
+        if not str(function.get("description") or "").strip() and len(tools) > 1:
             yield warning(
-                f"tool {function['name']} has no description: a model does not know what it is for",
+                f"tool {function['name']} has no description: a model does not know when to call it",
                 "write a docstring, or function.description in its schema",
             )
         shown = set((function.get("parameters") or {}).get("properties") or {})

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-VOCAB = 300
+VOCAB = 1024
+"""More than the tokenizer of the tiny model has, which engines of these models are given."""
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
