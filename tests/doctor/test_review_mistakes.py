@@ -95,7 +95,9 @@ REVIEW = {
     "relative path of a database": said(
         lambda project: project.tools(database="data/parts.sqlite"), "rollout", "unable to open database"
     ),
-    "truth that nobody can say": said(truths("t + ' grams exactly'"), "reward's meaning", "earns|reward|form"),
+    "truth that nobody can say": said(
+        truths("t + ' grams exactly'"), "reward's meaning", "'300 grams exactly'", "the number in it alone"
+    ),
     "prompts as JSON text": error(
         each_row("row['prompt'] = __import__('json').dumps(row['prompt'])"), "rows", "messages written as text"
     ),

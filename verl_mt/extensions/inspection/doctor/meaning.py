@@ -30,6 +30,8 @@ from verl_mt.rollout.prompts import Prompt
 
 _NOTHING = "I do not know."
 _ROWS_PER_SOURCE, _SOURCES = 2, 4
+_ALONE = "the number in it alone"
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 _WRONG_FORMS = 3
 """Forms in which a wrong answer is tried, those that pay best with the truth in them; in the one that pays least, and
 in what the prompt asks for."""
@@ -221,10 +223,18 @@ class Inquiry:
         tried = dict.fromkeys([*by_pay[:_WRONG_FORMS], by_pay[-1], *asked_forms(self.prompts[0])])
         return right, self._means([*tried], wrong=True), self._means([_NOTHING], wrong=True)[_NOTHING]
 
-    def _means(self, forms: Sequence[str], *, wrong: bool, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
-        talks = []
+    def _means(
+        self,
+        forms: Sequence[str],
+        *,
+        wrong: bool,
+        prompts: Sequence[Prompt] | None = None,
+        said_of: Sequence[Prompt] | None = None,
+    ) -> dict[str, float]:
+        """Mean reward of an answer in each form: the truth of the prompts `said_of`, asked of `prompts`."""
+        talks, said_of = [], self.prompts if said_of is None else said_of
         for form in forms:
-            for prompt, original in zip(prompts or self.prompts, self.prompts):
+            for prompt, original in zip(prompts or self.prompts, said_of):
                 truth = str(truth_text(original.row.ground_truth))
                 talks.append(self.talk(prompt, form.replace(SLOT, wrong_text(truth) if wrong else truth)))
         played = self.play(talks)
@@ -254,13 +264,14 @@ class Inquiry:
         for kind, change in other_truths(self.prompts[0].row.ground_truth):
             try:
                 changed = [_with_truth(prompt, change(prompt.row.ground_truth)) for prompt in self.prompts]
-            except (TypeError, ValueError, AttributeError):
+            except (TypeError, ValueError, AttributeError, IndexError):
                 continue  # the other row's truth is of another kind
-            found = self._means(list(right), wrong=False, prompts=changed)
-            better = max(found, key=lambda form: found[form] - right[form])
-            wrong = self._means([better], wrong=True, prompts=changed)[better]
-            if found[better] > max(right[better], wrong) + SAME:
-                return kind, found[better]
+            for said_of in (self.prompts, changed) if kind == _ALONE else (self.prompts,):
+                found = self._means(list(right), wrong=False, prompts=changed, said_of=said_of)
+                better = max(found, key=lambda form: found[form] - right[form])
+                wrong = self._means([better], wrong=True, prompts=changed, said_of=said_of)[better]
+                if found[better] > max(right[better], wrong) + SAME:
+                    return kind, found[better]
         return None
 
 
@@ -277,6 +288,9 @@ def other_truths(truth: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield "a number", lambda old: float(truth_text(old) or "")
     if text != truth:
         yield "without the white space or words around it", truth_text
+    numbers = re.findall(_NUMBER, text)
+    if len(numbers) == 1 and numbers[0] != text:
+        yield _ALONE, lambda old: re.findall(_NUMBER, str(truth_text(old)))[0]
     if "," in text:
         yield "without commas", lambda old: str(truth_text(old)).replace(",", "")
     if text.lower() != truth:
