@@ -23,6 +23,18 @@ def around(overrides: tuple[str, ...]) -> str:
     return type(runner.context.engine).__name__
 
 
+def kernels(overrides: tuple[str, ...]) -> bool:
+    """Whether the local engine computes with torch's operators."""
+    from verl_mt.engines.base import EngineSetup
+    from verl_mt.engines.local.model_runner import PackedForward
+    from verl_mt.extensions.cpu_kernels.choice import local_forward
+    from verl_mt.modeling.load import load_causal_lm
+
+    config = probes.compose([*overrides]).actor_rollout_ref
+    module = load_causal_lm("verl_mt://tiny")
+    return local_forward(EngineSetup(config, module, frozenset(), None, 64, False, seed=0)) is PackedForward
+
+
 AHEAD = ("trainer.max_staleness=1", "trainer.deterministic=False")
 SGLANG = (f"{RO}.name=sglang",)
 ON_RAY = (*SGLANG, "trainer.placement=ray")
@@ -53,6 +65,7 @@ ROLLOUT = {
     "max_concurrent": Effect("1", "one after the other", talk("answers", latency_s=0.05, n=3)),
     "max_retries": Effect("0", "an engine that fails once is not asked again", talk("answers", fail_at=(1,))),
     "num_workers": Effect("2", "no lock step", probes.placed, (f"{RO}.mode=sync",), refused="in lock-step"),
+    "kernels": Effect("torch", "what a step is computed with", kernels),
     "max_num_seqs": Effect("3", "how many are decoded at once", sglang),
     "tensor_model_parallel_size": Effect("2", "ranks of the server", sglang),
     "gpu_memory_utilization": Effect("0.3", "memory of the server", sglang),
