@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from verl_mt.bounds import MAX_PAGE_CHARACTERS, printable
 from verl_mt.config.schema import Config
@@ -29,6 +29,21 @@ class _Line(logging.Formatter):
         return f"verl_mt: {printable(record.getMessage(), MAX_PAGE_CHARACTERS)}"
 
 
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Says again and again that the first phase is not over, until the next line comes."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(_Line())
+        self.first_is_over = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        if not hasattr(record, "again"):
+            self.first_is_over.set()
+        super().emit(record)
+
+
 def show(config: Config) -> None:
     """Print the lines of a run that starts engines or ranks in other processes, the first one now. Runs in the
     trainer's main thread, before anything slow is imported."""
@@ -36,13 +51,13 @@ def show(config: Config) -> None:
     here = trainer.placement == "inline" and rollout.name in ("local", "scripted")
     if here or trainer.dry_run or "console" not in trainer.logger:
         return
-    if not start_log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Line())
-        start_log.addHandler(handler)
-        start_log.setLevel(logging.INFO)
-        start_log.propagate = False
+    start_log.setLevel(logging.INFO)
+    start_log.propagate = False
+    terminal = _Terminal()
+    start_log.handlers[:] = [terminal]
     start_log.info("starting with rollout.name=%s, trainer.placement=%s", rollout.name, trainer.placement)
+    terminal.first_is_over.clear()
+    _repeat("reading configuration, rows and model", terminal.first_is_over)
 
 
 class _Starts(Protocol):
@@ -56,20 +71,28 @@ def phase(doing: str) -> Iterator[None]:
     """Say what begins, and every `_EVERY_S` that it is not over. Runs in the trainer's main thread; a thread says the
     latter."""
     start_log.info("%s", doing)
-    begun, over = time.monotonic(), threading.Event()
-
-    def repeat() -> None:
-        """Runs in a thread. Waits for the end of the phase."""
-        while not over.wait(_EVERY_S):
-            start_log.info("%s: not done after %.0f s", doing, time.monotonic() - begun)
-
-    thread = threading.Thread(target=repeat, name="start lines", daemon=True)
-    thread.start()
+    over = threading.Event()
+    thread = _repeat(doing, over)
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def _repeat(doing: str, over: threading.Event) -> threading.Thread:
+    """Say every `_EVERY_S` that it is not over."""
+    begun = time.monotonic()
+
+    def repeat() -> None:
+        """Runs in a thread. Waits for the end of the phase."""
+        while not over.wait(_EVERY_S):
+            text = f"{doing}: not done after {time.monotonic() - begun:.0f} s"
+            start_log.info("%s", text, extra={"again": True})
+
+    thread = threading.Thread(target=repeat, name="start lines", daemon=True)
+    thread.start()
+    return thread
 
 
 async def start_all(replicas: Sequence[_Starts], kind: str) -> list[BaseException | None]:

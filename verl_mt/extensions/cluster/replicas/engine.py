@@ -131,7 +131,7 @@ class ReplicatedEngine(InferenceEngine):
 
     async def start_without_weights(self) -> bool:
         """Engines of ours read no files where an update sends all that the checkpoint has, and not by files itself."""
-        self._weights_follow = self._starting is None
+        self._weights_follow |= self._starting is None
         await self.start()
         return self._waits_for_weights
 
