@@ -286,14 +286,15 @@ class ToolSession:
 
     async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
         deadline = time.monotonic() + self._limits.timeout_of(self._tools[name])
-        for left in range(self._limits.retries, -1, -1):
+        retries = self._limits.retries if getattr(self._tools[name], "repeatable", True) else 0
+        for left in range(retries, -1, -1):
             share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
             try:
                 return await self._attempt(name, arguments, share_s)
             except (ToolCallError, EngineError):
                 raise
             except Exception as error:
-                backoff_s = _FIRST_BACKOFF_S * 2 ** (self._limits.retries - left)
+                backoff_s = _FIRST_BACKOFF_S * 2 ** (retries - left)
                 if left == 0 or time.monotonic() + backoff_s >= deadline:
                     raise
                 self._log(name, turn, error)

@@ -46,12 +46,23 @@ BOTH = pytest.mark.parametrize(
     scope="session",
 )
 """A test runs on each real engine."""
+EACH_VLLM_IN_RELEASE = [
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.release]),
+]
+"""For tests that make their own engines. A start of vLLM takes half a minute: CI has the parts that differ."""
 
 
 def vllm_python() -> str:
     """The Python with vLLM; a test is skipped where none is named."""
     python = os.environ.get("VERL_MT_VLLM_PYTHON")
     return python or pytest.skip("VERL_MT_VLLM_PYTHON names no Python with vLLM (docs/vllm.md)")
+
+
+def words_of(name: str) -> list[str]:
+    """Overrides of a run with this engine."""
+    words = [f"name={name}", f"engine_timeout_s={START_S}", *([f"python={vllm_python()}"] if name == "vllm" else [])]
+    return [ROLLOUT + word for word in words]
 
 
 class Loop:
@@ -91,7 +102,7 @@ class Lab:
     def engine(self, *overrides: str, name: str = "sglang") -> Any:
         """A real engine for this task, not started."""
         words = [f"name={name}", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
-        if name == "vllm":
+        if name == "vllm" and not any(word.startswith("servers=") for word in overrides):
             words.append(f"python={vllm_python()}")
         return engines.build(
             EngineSetup(

@@ -1,5 +1,5 @@
 """Replicas, ranks and machines that are killed in each phase of a step: two nodes of a Ray cluster on this machine, on
-each a rank of the worker group with a real SGLang beside it."""
+each a rank of the worker group with a real engine beside it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
+from live import ROLLOUT, metrics_of, processes_of_group, rows_of, words_of
 from ray_machines import disconnect
 from warm_start import parent_of
 
@@ -29,7 +29,8 @@ from verl_mt.trainer import checkpoint, restarts
 from verl_mt.trainer.build import build_trainer
 from verl_mt.trainer.ppo_trainer import PPOTrainer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
+SGLANG, VLLM = pytest.mark.sglang, (pytest.mark.vllm, pytest.mark.release)
 PROMPTS, SAMPLES = 4, 4
 SMALL = [
     f"data.train_batch_size={PROMPTS}", "data.val_files=null", "trainer.logger=[console]", "trainer.num_threads=1",
@@ -40,7 +41,7 @@ SMALL = [
 """Two optimizer steps in each training step, whatever was sampled."""
 ON_TWO_NODES = [
     "trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu",
-    ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", ROLLOUT + "max_num_seqs=32",
+    ROLLOUT + "max_num_seqs=32",
     ROLLOUT + "num_workers=0",  # the phases are calls in this process
 ]  # fmt: skip
 PHASES = {
@@ -52,6 +53,8 @@ PHASES = {
 }
 """Phase of a step -> part of the trainer and its call, at whose beginning somebody is killed. `publish` is called
 when every engine has been told that an update begins."""
+WITHOUT_MEMORY = ("rollout", "update", "sync")
+"""Phases with an engine that keeps its memory, as vLLM does."""
 
 
 @dataclass
@@ -106,7 +109,7 @@ def two_nodes():
 
 @pytest.fixture
 def trainer_of(two_nodes, tmp_path, monkeypatch):
-    """Makes a trainer of the same run as before; the last one is ended with the test."""
+    """Makes a trainer of the same run as before, with the engine `make.engine`; the last one is ended with the test."""
     monkeypatch.setenv("RAY_ADDRESS", two_nodes.cluster.address)
     # Device memory changes hands as on a GPU; SGLang accepts the calls on a CPU.
     make_engine, made = SGLangEngine.__init__, []
@@ -118,10 +121,11 @@ def trainer_of(two_nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(SGLangEngine, "__init__", as_on_a_gpu)
 
     def make(*overrides: str) -> PPOTrainer:
-        words = [*SMALL, *ON_TWO_NODES, f"trainer.default_local_dir={tmp_path / 'run'}"]
+        words = [*SMALL, *ON_TWO_NODES, *words_of(make.engine), f"trainer.default_local_dir={tmp_path / 'run'}"]
         made.append(build_trainer(compose([*words, *overrides])))
         return made[-1]
 
+    make.engine = "sglang"
     yield make
     for trainer in made:
         trainer.close()
@@ -156,13 +160,16 @@ class Killer:
     kill: Callable[[], None]
     late: str = ""
     """A phase in which it kills at the end of the call."""
+    phases: Mapping[str, tuple[object, str]] | None = None
+    """Others than `PHASES`, with the parts themselves."""
     calls: Counter = field(default_factory=Counter)
     killed: list[tuple[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for phase, (owner, name) in PHASES.items():
+        named = {phase: (getattr(self.trainer, owner), name) for phase, (owner, name) in PHASES.items()}
+        for phase, (owner, name) in (self.phases or named).items():
             at = partial(self.at, phase)
-            before(getattr(self.trainer, owner), name, *([lambda: None, at] if phase == self.late else [at]))
+            before(owner, name, *([lambda: None, at] if phase == self.late else [at]))
 
     def at(self, phase: str) -> None:
         step = self.trainer.step_number
@@ -209,15 +216,28 @@ def assert_each_step_once(run: Path, num_steps: int) -> None:
         assert versions == {number}
 
 
-def losses(*every_commit: object, release: tuple[object, ...]) -> list:
-    """Each loss costs a minute: every commit gets one of each kind, a release all of them."""
-    return [*every_commit, *(pytest.param(value, marks=pytest.mark.release) for value in release)]
+def losses(*every_commit: object, release: tuple[object, ...], vllm: object) -> list:
+    """(engine, loss). Each loss costs a minute: every commit gets one of each kind, a release all of them."""
+    return [
+        *(pytest.param("sglang", value, marks=SGLANG, id=f"sglang {name_of(value)}") for value in every_commit),
+        *(
+            pytest.param("sglang", value, marks=(SGLANG, pytest.mark.release), id=f"sglang {name_of(value)}")
+            for value in release
+        ),
+        pytest.param("vllm", vllm, marks=VLLM, id=f"vllm {name_of(vllm)}"),
+    ]
 
 
-@pytest.mark.parametrize("phases", losses(("sync",), release=(tuple(PHASES),)), ids=" ".join)
-def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(trainer_of, tmp_path, phases):
+def name_of(loss: object) -> str:
+    return " ".join(loss) if isinstance(loss, tuple) else str(loss)
+
+
+@pytest.mark.parametrize(("name", "phases"), losses(("sync",), release=(tuple(PHASES),), vllm=WITHOUT_MEMORY))
+def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(
+    trainer_of, tmp_path, name, phases
+):
     """And in the end the process that holds an engine alone, while the engine hangs: it would keep its device."""
-    last = len(phases) + 1
+    trainer_of.engine, last = name, len(phases) + 1
     plan = {**dict(enumerate(phases, start=1)), last: "rollout"}
     trainer = trainer_of(f"trainer.total_training_steps={last + 2}", "trainer.save_freq=-1")
     lives: list[list[int]] = []
@@ -252,16 +272,16 @@ LOST = {
     "both": {"update": "rank", "resume": "node"},
     "ranks": dict.fromkeys(PHASES, "rank"),
     "nodes": dict.fromkeys(PHASES, "node"),
+    "ranks without memory": dict.fromkeys(WITHOUT_MEMORY, "rank"),
 }
 """Who is lost in which phase, one after the other. The run that goes on by itself loses a machine in the rollout."""
 
 
-@pytest.mark.release
-@pytest.mark.parametrize("plan", LOST)
-def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, plan):
+@pytest.mark.parametrize(("name", "plan"), losses(release=("both", "ranks", "nodes"), vllm="ranks without memory"))
+def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, name, plan):
     """Memory is resumed in a step, where a rank is killed, and before a run goes on from its checkpoint, where the
     machine is lost."""
-    steps, run = len(LOST[plan]) + 1, tmp_path / "run"
+    trainer_of.engine, steps, run = name, len(LOST[plan]) + 1, tmp_path / "run"
     words = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1"]
     for number, (phase, who) in enumerate(LOST[plan].items()):
         if (who, phase) == ("node", "resume"):
@@ -318,9 +338,9 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
     two_nodes.bring_back()
 
 
-@pytest.mark.parametrize("who", losses(release=("machine", "engine")))
+@pytest.mark.parametrize(("name", "who"), losses(release=("machine", "engine"), vllm="machine"))
 def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself(
-    trainer_of, two_nodes, tmp_path, monkeypatch, capfd, who
+    trainer_of, two_nodes, tmp_path, monkeypatch, capfd, name, who
 ):
     """`trainer.max_restarts`; the machine comes back when the run has begun to wait for it. And the policy's weights
     leave the device during rollouts, so that each checkpoint makes the engines give their memory back."""
@@ -360,7 +380,7 @@ def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself
     monkeypatch.setattr(restarts, "build_trainer", build_and_plan)
     monkeypatch.setattr(restarts, "_LOOK_EVERY_S", 2.0)
     monkeypatch.setattr(restarts, "_say", say_and_bring_back)
-    trainer = restarts.run_to_the_end(compose([*SMALL, *ON_TWO_NODES, *words]))
+    trainer = restarts.run_to_the_end(compose([*SMALL, *ON_TWO_NODES, *words_of(name), *words]))
     assert len(lives) == 2 and trainer is lives[1] and trainer.step_number == steps
     said = capfd.readouterr().err
     assert "restart 1 of 1: " in said and ("waiting for machines: " in said) == (who == "machine")

@@ -1,4 +1,4 @@
-"""Replicas beside the ranks of a worker group: two nodes of a Ray cluster, on this machine, with a real SGLang."""
+"""Replicas beside the ranks of a worker group: two nodes of a Ray cluster, on this machine, with a real engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine_models import request
-from live import ROLLOUT, START_S, metrics_of, processes_of_group, rows_of
+from live import EACH_VLLM_IN_RELEASE, ROLLOUT, metrics_of, processes_of_group, rows_of, words_of
 from ray_machines import disconnect
 
 from verl_mt.config.compose import compose
@@ -21,7 +21,7 @@ from verl_mt.workers.weight_sync import weight_update_for
 
 _BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "replicas.py"
 moved_bytes = runpy.run_path(str(_BENCHMARK), run_name="replicas")["read_and_written"]
-pytestmark = [pytest.mark.sglang, pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]  # mark.sglang, mark.vllm
 FEW = [
     "data.train_max_samples=64", "data.train_batch_size=4", ROLLOUT + "n=4", ROLLOUT + "response_length=64",
     "actor_rollout_ref.actor.skip_zero_advantage=False",
@@ -45,14 +45,14 @@ def two_nodes():
 
 @pytest.fixture
 def trainer_on(two_nodes, tmp_path, monkeypatch):
-    """Makes a trainer on 2 x 2 ranks with four replicas; ended with the test."""
+    """Makes a trainer on 2 x 2 ranks with four replicas of the engine `name`; ended with the test."""
     made = []
     monkeypatch.setenv("RAY_ADDRESS", two_nodes.address)
 
-    def make(*overrides: str):
+    def make(name: str, *overrides: str):
         words = ["trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=2", "trainer.device=cpu"]
         words += ["trainer.num_threads=1", "trainer.save_freq=-1", "trainer.logger=[console]", "data.val_files=null"]
-        words += [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}", "data.train_batch_size=8"]
+        words += [*words_of(name), "data.train_batch_size=8"]
         words += [f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.export_at_end=False"]
         made.append(build_trainer(compose([*words, *overrides])))
         return made[-1]
@@ -93,9 +93,12 @@ def first_turns(rows: list[dict]) -> tuple[float, float]:
     return found, of_groups + sum((len(of_one) - 1) * common for of_one in prompts.values())
 
 
+@pytest.mark.sglang
 @pytest.mark.release
 def test_each_of_four_replicas_samples_with_the_weights_of_each_of_five_updates(trainer_on, tmp_path):
-    trainer = trainer_on("trainer.total_training_steps=6", "actor_rollout_ref.actor.skip_zero_advantage=False")
+    trainer = trainer_on(
+        "sglang", "trainer.total_training_steps=6", "actor_rollout_ref.actor.skip_zero_advantage=False"
+    )
     pids = trainer.engine.pids
     assert len(set(pids)) == 4
     size = sum(p.nbytes for p in trainer.workers.policy_module.parameters())
@@ -139,13 +142,15 @@ def passing_here(trainer: PPOTrainer) -> list[tuple[int, float]]:
     return passed
 
 
-def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(trainer_on, tmp_path):
+@pytest.mark.parametrize("name", EACH_VLLM_IN_RELEASE)
+def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(trainer_on, tmp_path, name):
     trainer = trainer_on(
-        *FEW, "trainer.nnodes=1", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=2",
+        name, *FEW, "trainer.nnodes=1", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=2",
         "trainer.total_training_steps=2",
     )  # fmt: skip
     assert len(trainer.stream.pool.pids) == 1, "on Ray there is a rollout worker by default"
     trainer.fit()
+    assert trainer.weights.trainer_bytes == 0
     steps, rows = metrics_of(tmp_path / "run"), rows_of(tmp_path / "run")
     assert [(step["rollout/replicas"], step["engine/restarts"]) for step in steps] == [(2, 0)] * 2
     for of_step in rows:
@@ -153,6 +158,7 @@ def test_engines_on_devices_of_their_own_sample_with_the_weights_of_each_update(
         assert sorted(found) == ["engine 0", "engine 1"] and max(found.values()) <= 1e-4
 
 
+@pytest.mark.sglang
 def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were(
     trainer_on, lab, run, tmp_path, monkeypatch
 ):
@@ -164,7 +170,7 @@ def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were
         run(theirs.start())
         urls = ",".join(replica.serving.url for replica in theirs._replicas)
         words = ["trainer.nnodes=1", ROLLOUT + f"servers=[{urls}]", "trainer.total_training_steps=2"]
-        trainer = trainer_on(*FEW, *words)
+        trainer = trainer_on("sglang", *FEW, *words)
         passed = passing_here(trainer)
         trainer.fit()
         assert passed and max(map(max, passed)) < sum(p.nbytes for p in lab.module.parameters()) / 4
@@ -180,10 +186,12 @@ def test_servers_get_one_broadcast_from_the_first_rank_and_are_left_as_they_were
         run(theirs.close())
 
 
+@pytest.mark.sglang
 @pytest.mark.release  # an engine beside each rank, engines of their own and servers run for every commit
 def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-    trainer = trainer_on("trainer.nnodes=1", ROLLOUT + "tensor_model_parallel_size=2", "trainer.total_training_steps=2")
+    words = ("trainer.nnodes=1", ROLLOUT + "tensor_model_parallel_size=2", "trainer.total_training_steps=2")
+    trainer = trainer_on("sglang", *words)
     assert len(trainer.engine.pids) == 1
     trainer.fit()
     steps = metrics_of(tmp_path / "run")
@@ -191,6 +199,7 @@ def test_one_engine_over_the_devices_of_two_ranks_takes_their_weights(trainer_on
     assert max(step["rollout/logprob_diff_max"] for step in steps) <= 1e-4
 
 
+@pytest.mark.sglang
 def test_what_a_connection_carries_is_counted_whatever_call_carries_it():
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())

@@ -1,4 +1,4 @@
-"""`trainer.max_staleness` with a real SGLang: new weights come while conversations run, and the task is learned."""
+"""`trainer.max_staleness` with a real engine: new weights come while conversations run, and the task is learned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 from command_lab import metrics_of, rows_of
 from late_calculator import configure
-from live import ROLLOUT, START_S
+from live import EACH_VLLM_IN_RELEASE, ROLLOUT, words_of
 from ray_machines import machines
 
 from verl_mt.config.compose import compose
@@ -16,7 +16,10 @@ from verl_mt.data.drawn_prompts import read_prompt_log
 from verl_mt.extensions.inspection import prompt_log
 from verl_mt.trainer.build import build_trainer
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [  # mark.sglang, mark.vllm
+    pytest.mark.parametrize("name", EACH_VLLM_IN_RELEASE),
+    pytest.mark.timeout(600),
+]
 
 FEW = ("data.train_batch_size=4", "data.train_max_samples=64", ROLLOUT + "n=4")
 
@@ -29,8 +32,8 @@ def late_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return ROLLOUT + f"tool_kwargs.tools_config_file={configure(tmp_path, monkeypatch)}"
 
 
-def train(run: Path, steps: int, *overrides: str) -> list[dict]:
-    words = [ROLLOUT + "name=sglang", ROLLOUT + f"engine_timeout_s={START_S}"]
+def train(run: Path, name: str, steps: int, *overrides: str) -> list[dict]:
+    words = words_of(name)
     if not any(word.startswith("trainer.max_staleness") for word in overrides):
         words.append(f"trainer.max_staleness={BOUND}")
     words += [f"trainer.total_training_steps={steps}", "data.val_files=null", "trainer.logger=[console]"]
@@ -65,13 +68,13 @@ def require_what_was_promised(run: Path, lines: list[dict]) -> None:
     assert prompt_log.main([str(run)]) == 0
 
 
-def test_no_token_is_older_than_the_bound_and_each_prompt_is_trained_once(tmp_path, late_calculator):
-    require_what_was_promised(tmp_path / "run", train(tmp_path / "run", 6, late_calculator, *FEW))
+def test_no_token_is_older_than_the_bound_and_each_prompt_is_trained_once(tmp_path, late_calculator, name):
+    require_what_was_promised(tmp_path / "run", train(tmp_path / "run", name, 6, late_calculator, *FEW))
 
 
 @pytest.mark.release
-def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_calculator):
-    lines = train(tmp_path / "run", 24, late_calculator)
+def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_calculator, name):
+    lines = train(tmp_path / "run", name, 24, late_calculator)
     require_what_was_promised(tmp_path / "run", lines)
     rewards = [line["reward/mean"] for line in lines]
     assert fmean(rewards[-8:]) > fmean(rewards[:8]) + 0.05, rewards
@@ -85,10 +88,10 @@ def test_the_default_task_is_learned_while_the_engine_samples(tmp_path, late_cal
         pytest.param(0, "continue", marks=pytest.mark.release),
     ],
 )
-def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp_path, bound, on_update):
+def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp_path, name, bound, on_update):
     run, steps = tmp_path / "run", 4
     words = (f"trainer.max_staleness={bound}", "data.over_sample=1.5", ROLLOUT + f"on_update={on_update}")
-    train(run, steps, *words, *FEW, "trainer.save_freq=-1")
+    train(run, name, steps, *words, *FEW, "trainer.save_freq=-1")
     rows = [(step, row) for step in range(1, steps + 1) for row in rows_of(run, step)]
     versions = [
         {record["policy_versions"][k] for k in range(turn["start"], turn["end"])}
@@ -111,10 +114,10 @@ def test_a_step_trains_what_finishes_first_whatever_becomes_of_running_turns(tmp
 
 @pytest.mark.release  # bounds with replicas on one machine above, two machines in test_live_kills.py
 @pytest.mark.ray
-def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch, late_calculator):
+def test_and_on_two_machines_with_a_rank_and_a_replica_each(tmp_path, monkeypatch, late_calculator, name):
     with machines(2) as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         words = ("trainer.placement=ray", "trainer.nnodes=2", "trainer.n_workers_per_node=1", "trainer.device=cpu")
-        lines = train(tmp_path / "run", 6, late_calculator, *words, *FEW)
+        lines = train(tmp_path / "run", name, 6, late_calculator, *words, *FEW)
     require_what_was_promised(tmp_path / "run", lines)
     assert {line["rollout/replicas"] for line in lines} == {2}

@@ -128,6 +128,9 @@ def test_a_server_of_this_machine_is_refused_where_ranks_are_on_others():
         engines.check(config.actor_rollout_ref, config.trainer)
     config = compose(words)
     engines.check(config.actor_rollout_ref, config.trainer)
+    config = compose([*words, "actor_rollout_ref.rollout.weight_transport=tensors"])
+    with pytest.raises(ConfigError, match=r"http://10\.0\.0\.7:1 cannot open this machine's memory"):
+        engines.check(config.actor_rollout_ref, config.trainer)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +166,6 @@ def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
         options_of(engine_kwargs={"model_path": "x", "dtype": "float16"})
     with pytest.raises(ConfigError, match="max_model_len"):
         options_of(max_model_len=None)
-    with pytest.raises(ConfigError, match=r"http://10\.0\.0\.7:30000 cannot open this machine's memory"):
-        options_of(servers=["http://localhost:1", "http://10.0.0.7:30000"], weight_transport="tensors")
 
 
 def test_the_command_line_of_a_launched_server_says_the_same(monkeypatch):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import EngineError, EngineGoneError
-from verl_mt.extensions.cluster.sglang.publisher import WeightBroadcaster
+from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 CONTEXT = mp.get_context("forkserver")

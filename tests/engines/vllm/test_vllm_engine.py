@@ -18,9 +18,11 @@ from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.base import EngineSetup, Receiver
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm import client, options, publisher
 from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn, environment_of
-from verl_mt.extensions.cluster.vllm.publisher import FileBuckets, FilePublisher
+from verl_mt.extensions.cluster.vllm.engine import VLLMEngine
+from verl_mt.extensions.cluster.vllm.publisher import Broadcaster, FileBuckets, FilePublisher
 
 ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -28,7 +30,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 @pytest.fixture
 def with_vllm(monkeypatch):
     """Every Python has the tested version."""
-    monkeypatch.setattr(options, "_version_of", lambda python: options.TESTED)
+    monkeypatch.setattr(options, "_found", lambda python: {"version": VLLM.newest, "arguments": []})
 
 
 def check(*words: str) -> None:
@@ -40,8 +42,14 @@ def check(*words: str) -> None:
     ("words", "message"),
     [
         (["trainer.deterministic=True"], "trainer.deterministic needs rollout.name=local"),
-        ([ROLLOUT + "servers=[http://a:1]"], "rollout.placement=servers: vLLM engines run beside"),
-        ([ROLLOUT + "launch_servers=2"], "rollout.placement=separate: vLLM engines run beside"),
+        (
+            [ROLLOUT + "servers=[http://a:1]", ROLLOUT + "weight_transport=tensors"],
+            "weight_transport=tensors: http://a:1 cannot open this machine's memory; use broadcast or disk",
+        ),
+        (
+            [ROLLOUT + "servers=[http://localhost:1]", "trainer.placement=ray", "trainer.nnodes=2"],
+            "servers: http://localhost:1 is another machine to each of",
+        ),
         ([ROLLOUT + "temperature=2.5"], r"rollout.temperature=2.5: vLLM takes at most 2\."),
         ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
         ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),
@@ -107,11 +115,11 @@ def test_vllm_is_looked_for_where_the_engines_process_finds_it(tmp_path, monkeyp
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    options._version_of.cache_clear()
+    options._found.cache_clear()
     try:
         check()
     finally:
-        options._version_of.cache_clear()
+        options._found.cache_clear()
 
 
 def test_a_relative_python_is_found_from_any_folder(with_vllm, tmp_path, monkeypatch):
@@ -131,9 +139,17 @@ def test_a_python_that_another_machine_lacks_is_named():
 
 
 def test_an_untested_version_is_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(options, "_version_of", lambda python: "0.99.1")
+    monkeypatch.setattr(options, "_found", lambda python: {"version": "0.99.1", "arguments": []})
     check(ROLLOUT + f"python={sys.executable}")
-    assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
+    assert f"has vLLM 0.99.1; verl_mt is tested with {VLLM} (docs/vllm.md)" in caplog.text
+
+
+def test_a_version_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(options, "_found", lambda python: {"version": "0.31.0", "arguments": []})
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.python: .* has vLLM 0\.31\.0, which is too old: .* Install {VLLM.newest}"
+    ):
+        check(ROLLOUT + f"python={sys.executable}")
 
 
 def test_memory_of_gpus_that_only_the_ranks_have_is_not_freed_either(with_vllm):
@@ -272,3 +288,62 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
     with pytest.raises(EngineError, match=r"/dev/shm could not be had .*No space.*update_weights_bucket_megabytes"):
         list(buckets.pack([("a", torch.zeros(4))], 100))
     buckets.close()
+
+
+def test_an_argument_that_vllm_has_not_is_refused_before_anything_starts(monkeypatch):
+    found = {"version": VLLM.newest, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
+    monkeypatch.setattr(options, "_found", lambda python: found)
+    check(ROLLOUT + "engine_kwargs={enforce_eager: True}")
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.enforce_eger: vLLM has no such argument; did you mean 'enf"):
+        check(ROLLOUT + "engine_kwargs={enforce_eger: True}")
+
+
+def test_the_names_of_arguments_are_read_where_vllm_is_installed(tmp_path, monkeypatch):
+    """Without an import of vLLM."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('not to be imported')")
+    text = (
+        "class EngineArgs:\n    model: str = ''\n    other = 1\nclass AsyncEngineArgs(EngineArgs):\n    more: int = 0\n"
+    )
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(text)
+    (tmp_path / "vllm-0.32.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n"
+    (tmp_path / "vllm-0.32.0.dist-info" / "METADATA").write_text(metadata)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    options._found.cache_clear()
+    try:
+        assert options._found(sys.executable) == {"version": "0.32.0", "arguments": ["model", "more"]}
+    finally:
+        options._found.cache_clear()
+
+
+def test_engines_that_are_launched_here_have_gpus_of_their_own_behind_the_one_that_trains(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = options.VLLMOptions("verl_mt://tiny", 9, num_launched=2, tensor_parallel_size=2)
+    assert [made.environment(number)["CUDA_VISIBLE_DEVICES"] for number in range(2)] == ["1,2", "3,4"]
+    assert [made.arguments(number)["engine"]["seed"] for number in range(2)] == [0, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,8,7,6,5")
+    assert made.environment(1)["CUDA_VISIBLE_DEVICES"] == "6,5"
+    with pytest.raises(ConfigError, match=r"launch_servers=5 .* needs 6 GPUs, with the one that trains"):
+        config = compose([ROLLOUT + "name=vllm", ROLLOUT + "launch_servers=5", "trainer.device=cuda"])
+        options.check_placement(keys_of(config.actor_rollout_ref.rollout), config.trainer, on_gpu=True)
+
+
+def test_both_ends_of_a_broadcast_have_the_same_nccl_settings_unless_you_set_them(monkeypatch):
+    rollout = compose([ROLLOUT + "name=vllm", ROLLOUT + "launch_servers=2"]).actor_rollout_ref.rollout
+    expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert VLLMEngine.rank_environment(rollout) == expected
+    made = options.VLLMOptions("verl_mt://tiny", 9, num_launched=2)
+    assert expected.items() <= made.environment(0).items()
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert made.environment(0)["NCCL_CUMEM_ENABLE"] == "1"
+    assert not VLLMEngine.rank_environment(compose([ROLLOUT + "name=vllm"]).actor_rollout_ref.rollout)
+
+
+def test_a_bucket_of_a_broadcast_is_described_without_its_bytes():
+    made = Broadcaster({"a": (2, 3), "b": (4,)}, "float32", 9.0, address="127.0.0.1")
+    (bucket,) = made._buckets.pack([("a", torch.ones(2, 3)), ("b", torch.zeros(4))], 1000)
+    assert made._body(bucket) == {"entries": [["a", [2, 3], "float32", 0], ["b", [4], "float32", 24]]}
+    made.close()

@@ -33,7 +33,11 @@ class RolloutKeys(Section):
         1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
     )
     gpu_memory_utilization: float = option(
-        0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
+        0.5,
+        "Share of the GPU's memory for an engine: sglang takes it of what is free at its start, vllm of all.",
+        min=0.01,
+        max=1,
+        when=_STARTED_HERE,
     )
     free_cache_engine: bool = option(True, "Release the KV cache while training.", when=OTHER_ENGINE)
     placement: str | None = option(
@@ -48,7 +52,7 @@ class RolloutKeys(Section):
         None,
         "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has a separate "
         "environment (docs/vllm.md).",
-        when=only(f"{ROLLOUT}.name", "vllm", own=False),
+        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _STARTED_HERE,
     )
     # verl's configurations give both to every run.
     nnodes: int = option(
@@ -63,7 +67,7 @@ class RolloutKeys(Section):
     launch_servers: int = option(
         0,
         "Number of separate engines on one machine: short for nnodes=1 and the devices that they need. Without Ray: "
-        "number of HTTP servers to start on this machine (docs/sglang.md). 0 = none.",
+        "number of engines to start on this machine, of SGLang as HTTP servers. 0 = none.",
         min=0,
         when=OTHER_ENGINE,
     )

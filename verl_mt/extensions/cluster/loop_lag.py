@@ -59,6 +59,7 @@ class LoopLagHook(StepHook):
 
     def __init__(self, lag: LoopLag):
         self._lag = lag
+        self._watching: asyncio.Future[None] | None = None
 
     @classmethod
     def of(cls, parts: HookParts) -> LoopLagHook | None:

@@ -20,6 +20,8 @@ _GOODBYE_S = 10.0
 _LAST_WORDS_S = 3.0
 """How long a process that could not start its engine gets to write why."""
 CONNECT_S = 10.0
+EMPTY = {"load_format": "dummy"}
+"""Of SGLang and vLLM: the argument of an engine that reads no files. Its weights are random until they are sent."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Client(abc.ABC):
     """Requests that it decodes at once, where it tells."""
     pristine = True
     """Since it was started, nobody has changed the weights of the model's files."""
+    starts_empty = False
+    """Set before the start of an engine of ours: it reads no files, and has no weights until the first update."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -217,12 +221,13 @@ class ChildClient(Client):
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def launch(self, earlier: ProcessGroup | None = None) -> ProcessGroup:
+    async def launch(self, empty: bool = False, earlier: ProcessGroup | None = None) -> ProcessGroup:
         """Begin to start; returns whom to end if this process cannot any more.
 
         Runs on the client's loop. Waits for the end of `earlier`, in a thread.
 
         Args:
+            empty: see `Client.starts_empty`.
             earlier: of an engine that had the same devices. Who held it was killed and could not end it: it is ended
                 before this one begins.
         """
@@ -232,13 +237,13 @@ class ChildClient(Client):
         with theirs:
             self._process = self._spawn(theirs.fileno())
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(encode(self._arguments))
+        self._writer.write(encode(self._arguments | (EMPTY if empty else {})))
         return ProcessGroup.of(self._process)
 
     async def start(self, timeout_s: float) -> None:
         """Runs on the client's loop. Waits for the engine's process to load the model."""
         if self._process is None:
-            await self.launch()
+            await self.launch(self.starts_empty)
         assert self._process is not None and self._reader is not None
         try:
             first = await asyncio.wait_for(read_frame(self._reader), timeout_s)
@@ -353,7 +358,7 @@ class HostedClient(Client):
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         try:
             await asyncio.wait_for(self.host.make(self._path, self._arguments, environment), timeout_s)
-            self._last[:] = [await self.host.call("launch", *self._last)]
+            self._last[:] = [await self.host.call("launch", self.starts_empty, *self._last)]
             self._pid = self._last[0].pid
             await self.host.call("start", timeout_s)
         except (EngineGoneError, TimeoutError) as error:

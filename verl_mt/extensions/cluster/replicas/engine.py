@@ -26,15 +26,17 @@ from verl_mt.engines.base import (
 )
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape, model_shape
 from verl_mt.extensions.cluster.replicas.open_files import raise_limit
 from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
 from verl_mt.extensions.cluster.replicas.replica import Replica
 from verl_mt.extensions.cluster.replicas.routing import Router
 from verl_mt.extensions.cluster.replicas.turn import LiveTurn, Turn, first_of
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice, PublishesHere, WeightSender, send_to_all
-from verl_mt.modeling.weights import ModelShape, model_shape
+from verl_mt.extensions.cluster.start_log import start_all, start_log
 
 _log = logging.getLogger(__name__)
 _ABORT_CALL_S = 60.0
@@ -61,6 +63,7 @@ class ReplicatedEngine(InferenceEngine):
     kind: ClassVar[str]
     """The engine's name in messages."""
     turn: ClassVar[type[Turn]] = Turn
+    broadcaster: ClassVar[type[WeightBroadcaster]] = WeightBroadcaster
     overlaps_training = True
 
     @abc.abstractmethod
@@ -68,8 +71,14 @@ class ReplicatedEngine(InferenceEngine):
         """For each replica, what makes the client of its next life."""
 
     @abc.abstractmethod
+    def _memory_publisher(self) -> Choice:
+        """What publishes weights through the memory of one machine."""
+
     def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
         """See `WeightSender.publisher_for`."""
+        transport, beside = self._options.transport, receiver.rank is not None
+        near = transport in ("tensors", "copy") or (client.local if here else beside)
+        return self._memory_publisher() if near and transport != "broadcast" else (self.broadcaster, ())
 
     def __init__(self, options: ReplicaOptions):
         self._options = options
@@ -85,6 +94,9 @@ class ReplicatedEngine(InferenceEngine):
             overlaps_training=not frees,
         )
         self._version = 0
+        self._weights_follow = self._is_empty = False
+        """`start_without_weights` was called; and engines read no files when they start (see `Client.starts_empty`)."""
+        self._waits_for_weights = False
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._paused_in_place = False
@@ -117,9 +129,17 @@ class ReplicatedEngine(InferenceEngine):
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
+    async def start_without_weights(self) -> bool:
+        """Engines of ours read no files where an update sends all that the checkpoint has, and not by files itself."""
+        self._weights_follow = self._starting is None
+        await self.start()
+        return self._waits_for_weights
+
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         await self.start()
         self._check_open()
+        if self._waits_for_weights:
+            raise EngineError(f"the {self.kind} engine has no weights yet: call apply() before generate()")
         assert self._shape is not None
         check_request(
             request,
@@ -180,8 +200,10 @@ class ReplicatedEngine(InferenceEngine):
                 if not update.streamed:
                     verify(update.tensors, self._shape.weights)
             await self.expect(update)
-            # Somebody's server that is away is not waited for as long as there is another one.
-            present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
+            # Somebody's server that is away is not waited for as long as there is another one. Nor is, at the start, an
+            # engine of ours that failed: it takes this update when it comes.
+            waits = not self._waits_for_weights
+            present = [replica for replica in self._replicas if replica.is_ready or (replica.is_ours and waits)]
             await self._send_to_serving(update)
             await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in present or self._replicas))
             # From here on new lives begin with this update. Who began one meanwhile has the last one: it gets this now.
@@ -190,7 +212,10 @@ class ReplicatedEngine(InferenceEngine):
             late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
             await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in late))
             await asyncio.gather(*(self._take_back(replica, "kv_cache") for replica in self._replicas))
-            self._version = update.version
+            if self._waits_for_weights:
+                number = sum(replica.is_ready for replica in self._replicas)
+                start_log.info("%s: weights sent to %d engine%s", self.kind, number, "s" if number > 1 else "")
+            self._version, self._waits_for_weights = update.version, False
             self._router.forget_prompts()
 
     async def hold_updates(self) -> None:
@@ -301,7 +326,19 @@ class ReplicatedEngine(InferenceEngine):
         )
         for replica in self._replicas:
             replica.sender.shape = self._shape
+        self._is_empty = self._waits_for_weights = self._weights_follow and self._needs_no_files(self._shape)
         await self._start_replicas()
+
+    def _needs_no_files(self, shape: ModelShape) -> bool:
+        options = self._options
+        if options.servers or options.transport == "disk" or "load_format" in options.engine_kwargs:
+            return False
+        if shape.unsent:
+            some = min(shape.unsent)
+            start_log.info(
+                "each engine reads the model's files: %d weights, such as %s, are not trained", len(shape.unsent), some
+            )
+        return shape.unsent == frozenset()
 
     async def _start_replicas(self) -> None:
         """All at once. One that fails is started again while the others sample; a server of the user's that fails, or
@@ -313,7 +350,7 @@ class ReplicatedEngine(InferenceEngine):
                 "algorithm.rollout_correction.rollout_is=token",
                 self._options.model_path,
             )
-        results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
+        results = await start_all(self._replicas, self.kind)
         failed = {r: error for r, error in zip(self._replicas, results) if isinstance(error, BaseException)}
         known = all(replica.is_ours and isinstance(error, VerlMTError) for replica, error in failed.items())
         if not known or len(failed) == len(results):
@@ -329,8 +366,14 @@ class ReplicatedEngine(InferenceEngine):
         paused = lambda: not self._resumed.is_set()  # noqa: E731
         sender = WeightSender(options, paused, self._publishing, self._publisher_for)
         name = options.hosts[number].name if options.hosts else options.servers[number] if options.servers else ""
+
+        def next_life() -> Client:
+            client = make()
+            client.starts_empty = self._is_empty
+            return client
+
         return Replica(
-            make,
+            next_life,
             sender,
             timeout_s=options.timeout_s,
             is_ours=not options.servers,
@@ -412,10 +455,12 @@ class ReplicatedEngine(InferenceEngine):
     async def _seated(self, live: LiveTurn, seat: asyncio.Future[None]) -> bool:
         """Wait for the seat. False = the request is to end instead."""
         if not seat.done():
-            stopped = [asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)]
+            stopped: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)
+            ]
             left_s = live.left_s(whole=True)
             try:
-                await asyncio.wait({seat, *stopped}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([seat, *stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in stopped:
                     task.cancel()

@@ -84,14 +84,16 @@ class Connections:
         self._places = [pool for pool in reversed(self._pools) for _ in range(_POOL)]
         self._told = False
 
-    async def post(self, url: str, body: Any, headers: Mapping[str, str]) -> httpx.Response:
+    async def post(
+        self, url: str, body: Any, headers: Mapping[str, str], query: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
         """Runs on the loop of the connections. Waits for a connection, then for the server.
 
         Raises:
             EngineError: this process has had no file left for a minute.
             httpx.TransportError: the server does not answer.
         """
-        return await self._ask("POST", url, headers, json=body)
+        return await self._ask("POST", url, headers, json=body, params=dict(query or {}))
 
     async def get(self, url: str, headers: Mapping[str, str], timeout_s: float) -> httpx.Response:
         """As `post`, with a deadline for each wait of httpx."""

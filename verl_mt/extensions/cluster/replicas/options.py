@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import torch
 
-from verl_mt.config.schema import ActorRolloutRefConfig
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
-from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -93,3 +95,30 @@ class ReplicaOptions:
         """Whether training has the same devices."""
         apart = any(host.rank is None for host in self.hosts)
         return not (apart or self.servers or self.num_launched)
+
+
+def check_servers(keys: RolloutKeys, trainer: TrainerConfig) -> None:
+    """Raises:
+    ConfigError: servers that this machine's memory, or rank 0, does not reach.
+    """
+    far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
+    if far:
+        raise ConfigError(
+            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
+            "use broadcast or disk"
+        )
+    here = [url for url in keys.servers if is_local(url)]
+    if trainer.placement == "ray" and trainer.nnodes > 1 and here:
+        raise ConfigError(
+            f"{KEY}.servers: {', '.join(here)} is another machine to each of the trainer.nnodes={trainer.nnodes}: give "
+            "an address that all of them reach, rank 0 asks the servers"
+        )
+
+
+def is_local(url: str) -> bool:
+    """Whether a server's URL says that it is on this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -12,11 +12,12 @@ import torch
 
 from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
-from verl_mt.engines.base import Branch, EngineSetup, InferenceEngine, Receiver
+from verl_mt.engines.base import Branch, EngineSetup, InferenceEngine
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.clients import Client, HostedClient
 from verl_mt.extensions.cluster.replicas.engine import ReplicatedEngine
+from verl_mt.extensions.cluster.replicas.options import KEY, check_servers
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice
 from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, HttpClient, LaunchedServer
 from verl_mt.extensions.cluster.sglang.options import (
@@ -24,11 +25,12 @@ from verl_mt.extensions.cluster.sglang.options import (
     check_devices,
     check_launched,
     check_rollout,
-    is_local,
+    installed,
     nccl_environment,
     require_sglang,
 )
-from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher, WeightBroadcaster
+from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _log = logging.getLogger(__name__)
 _COLOCATED = "verl_mt.engines.sglang.clients.ColocatedClient"
@@ -57,6 +59,7 @@ class SGLangEngine(ReplicatedEngine):
             )
         rollout = keys_of(config.rollout)
         check_rollout(config.rollout)
+        check_servers(rollout, trainer)
         if trainer.placement == "inline":
             check_devices(config.rollout)
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
@@ -68,13 +71,9 @@ class SGLangEngine(ReplicatedEngine):
             )
         if trainer.placement != "ray":
             check_launched(config.rollout, trainer.device)
-        elif trainer.nnodes > 1 and (here := [url for url in rollout.servers if is_local(url)]):
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.servers: {', '.join(here)} is another machine to each of the "
-                f"trainer.nnodes={trainer.nnodes}: give an address that all of them reach, rank 0 asks the servers"
-            )
         if not rollout.servers:
             require_sglang()
+            SGLANG.check(installed(), f"{KEY}.name=sglang: this Python has")
 
     @classmethod
     def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
@@ -136,9 +135,5 @@ class SGLangEngine(ReplicatedEngine):
         arguments = self._options.engine_arguments()
         return arguments | {"random_seed": arguments["random_seed"] + number}
 
-    def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
-        transport, beside = self._options.transport, receiver.rank is not None
-        near = transport in ("tensors", "copy") or (client.local if here else beside)
-        if near and transport != "broadcast":
-            return BucketPublisher, (transport == "copy",)
-        return WeightBroadcaster, ()
+    def _memory_publisher(self) -> Choice:
+        return BucketPublisher, (self._options.transport == "copy",)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import torch
 
@@ -18,6 +16,7 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
 _OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
@@ -115,8 +114,7 @@ class SGLangOptions(ReplicaOptions):
 def check_rollout(rollout: RolloutConfig) -> None:
     """Raises:
     ConfigError: engine arguments that other keys decide, that change sampling, that take no weights or that leave a
-        launched server without its key, servers that cannot open this machine's memory, or an environment with other
-        log-probs.
+        launched server without its key, or an environment with other log-probs.
     """
     taken = sorted(set(rollout.engine_kwargs) & set(_OURS))
     if taken:
@@ -145,12 +143,6 @@ def check_rollout(rollout: RolloutConfig) -> None:
         raise ConfigError(
             f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
             "trainer's are behind it; unset it"
-        )
-    far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
-    if far:
-        raise ConfigError(
-            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
-            "use broadcast or disk"
         )
 
 
@@ -208,20 +200,10 @@ def check_devices(rollout: RolloutConfig) -> None:
 
 
 def nccl_environment(engine_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """What SGLang sets for itself where the user has not: a broadcast of weights between processes that differ in these
-    may hang or crash."""
+    """`NCCL_ALIKE`, and what SGLang sets instead for these arguments."""
     symmetric = bool(engine_kwargs.get("enable_symm_mem"))
     multicast = symmetric or bool(engine_kwargs.get("enable_nccl_nvls"))
-    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
-
-
-def is_local(url: str) -> bool:
-    """Whether a server's URL says that it is on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return NCCL_ALIKE | {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(multicast))}
 
 
 def require_sglang() -> None:
@@ -242,3 +224,11 @@ def require_sglang() -> None:
             f"{KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
             "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
         )
+
+
+def installed() -> str | None:
+    """The version of the SGLang that is installed here; None where it does not say."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
-from verl_mt.engines.base import EngineSetup, InferenceEngine, Receiver
+from verl_mt.engines.base import Branch, EngineSetup, InferenceEngine
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.clients import Client, HostedClient
 from verl_mt.extensions.cluster.replicas.engine import ReplicatedEngine
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice
 from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn
-from verl_mt.extensions.cluster.vllm.options import VLLMOptions, check_placement, check_rollout, python_of
-from verl_mt.extensions.cluster.vllm.publisher import FilePublisher
+from verl_mt.extensions.cluster.vllm.options import (
+    VLLMOptions,
+    check_memory,
+    check_placement,
+    check_rollout,
+    python_of,
+)
+from verl_mt.extensions.cluster.vllm.publisher import Broadcaster, FilePublisher
+from verl_mt.extensions.cluster.vllm.server import VLLMServer
 
 _CLIENT = "verl_mt.extensions.cluster.vllm.client.VLLMClient"
 
 
 class VLLMEngine(ReplicatedEngine):
-    """Replicas of vLLM: beside the ranks of a worker group, or one beside this process. Each has an interpreter of its
-    own (`rollout.python`).
+    """Replicas of vLLM: beside the ranks of a worker group, on devices of their own, or beside this process, each with
+    an interpreter of its own (`rollout.python`). Or servers of the user's.
 
     Args:
         options: see `VLLMOptions`.
@@ -31,6 +41,7 @@ class VLLMEngine(ReplicatedEngine):
 
     kind = "vLLM"
     turn = VLLMTurn
+    broadcaster = Broadcaster
     lives_beside_ranks = True
     _options: VLLMOptions
 
@@ -42,9 +53,14 @@ class VLLMEngine(ReplicatedEngine):
             )
         keys = keys_of(config.rollout)
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())
-        check_rollout(config)
-        check_placement(keys, on_gpu=on_gpu)
-        python_of(keys)
+        check_placement(keys, trainer, on_gpu=on_gpu)
+        python = None if keys.servers else python_of(keys)
+        check_rollout(config, python)
+
+    @classmethod
+    def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
+        keys = keys_of(rollout)
+        return NCCL_ALIKE if keys.placed != "colocated" and keys.weight_transport != "disk" else {}
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> InferenceEngine:
@@ -56,20 +72,33 @@ class VLLMEngine(ReplicatedEngine):
             hosts=setup.hosts,
         )
         # Asked again: the ranks may have GPUs that the trainer's machine has not.
-        check_placement(keys_of(setup.config.rollout), on_gpu=options.on_gpu)
+        check_memory(keys_of(setup.config.rollout), on_gpu=options.on_gpu)
         return cls(options)
 
     def __init__(self, options: VLLMOptions):
         super().__init__(options)
 
+    def branch(self) -> Branch | None:
+        """An engine beside this process, at the other end of its socket, is asked through it."""
+        if not (self._options.hosts or self._options.servers):
+            return None
+        names = tuple(replica.name for replica in self._replicas)
+        path = "verl_mt.extensions.cluster.vllm.branch:VLLMBranch"
+        return Branch(path, (replace(self._options, hosts=()), names))
+
     def _makers(self) -> Iterable[Callable[[], Client]]:
         options = self._options
+        if options.servers:
+            return [partial(VLLMServer, url, options) for url in options.servers]
         if options.hosts:
             return [
                 partial(HostedClient, host, _CLIENT, options.arguments(number), self.kind, [])
                 for number, host in enumerate(options.hosts)
             ]
-        return [partial(VLLMClient, options.arguments())]
+        return [
+            partial(VLLMClient, options.arguments(number), options.environment(number))
+            for number in range(options.num_launched or 1)
+        ]
 
-    def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
+    def _memory_publisher(self) -> Choice:
         return FilePublisher, ()

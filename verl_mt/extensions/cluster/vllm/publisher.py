@@ -1,4 +1,5 @@
-"""Weights for vLLM engines of the same machine, in files of /dev/shm: plain bytes, whatever torch reads them."""
+"""Weights for vLLM engines: in files of /dev/shm on the same machine, else by a broadcast. Plain bytes, whatever torch
+reads them."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import EngineError
 from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import Bucket, Buckets
 from verl_mt.extensions.cluster.replicas.publisher import MemoryPublisher
 
@@ -66,8 +68,19 @@ class FilePublisher(MemoryPublisher):
         return FileBuckets(expected, dtype)
 
     def _body(self, bucket: Bucket, receiver: Receiver) -> dict[str, Any]:
-        entries = [
-            [entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start]
-            for entry in bucket.entries
-        ]
-        return {"path": self._buckets.path(bucket.buffer), "entries": entries}
+        return {"path": self._buckets.path(bucket.buffer), "entries": _entries(bucket)}
+
+
+class Broadcaster(WeightBroadcaster):
+    """By one broadcast to engines anywhere."""
+
+    def _body(self, bucket: Bucket) -> dict[str, Any]:
+        return {"entries": _entries(bucket)}
+
+
+def _entries(bucket: Bucket) -> list[list[Any]]:
+    """See `Weights` in `process.py`."""
+    return [
+        [entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start]
+        for entry in bucket.entries
+    ]
