@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,6 +132,23 @@ def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
     for output in outputs:
         assert output.finish_reason == "abort" and 0 < len(output.token_ids) < LONG
         assert worst_difference(lab.module, prompt, output, HOTTEST) < ROUNDING
+
+
+def test_a_turn_is_not_cut_while_its_engine_samples(colocated, prompt, run):
+    """SGLang shows its tokens by the fifty."""
+
+    async def go():
+        seen = set()
+        ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST, deadline_s=5.0)
+        task = asyncio.ensure_future(colocated.generate(replace(ask, limit_s=float("inf"))))
+        while not task.done():
+            await asyncio.sleep(0.05)
+            seen.add(str(await colocated._replicas[0].serving.progress()))
+        return task.result(), len(seen)
+
+    with without_end(colocated):
+        output, num_seen = run(go())
+    assert (output.finish_reason, len(output.token_ids)) == ("length", LONG) and num_seen > 3
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

@@ -45,6 +45,8 @@ Send = Callable[[tuple[Any, ...]], None]
 _GOODBYE_S = 10.0
 _NO_LIMIT = sys.maxsize
 _SWITCH_S = 0.001
+_FULL_COLLECTIONS = 200
+"""Smaller collections between two of all objects; Python's own is 10."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,11 @@ class Worker:
         """When it returns the worker can be dealt groups."""
         await self._runner.context.engine.start()
         self._in_background(self._lag.watch())
-        # What libraries have made stays. Collections that look at all of it hold the event loop for .3 s.
+        # What libraries have made stays. A collection that looks at all of it holds the loop for a third of a second.
         gc.collect()
         gc.freeze()
+        # And thousands of conversations are as many objects, which rarely need a collection of all.
+        gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTIONS)
         # Threads that pack groups and check conversations give the interpreter back to the loop this soon.
         sys.setswitchinterval(_SWITCH_S)
 
