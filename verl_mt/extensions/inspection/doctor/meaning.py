@@ -6,11 +6,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from verl_mt.data.trajectory import Status, Trajectory
+from verl_mt.data.trajectory import Status
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, not_looked_at, ok, warning
 from verl_mt.extensions.inspection.doctor.forms import (
     SLOT,
@@ -21,9 +21,16 @@ from verl_mt.extensions.inspection.doctor.forms import (
     own_forms,
     shown,
 )
-from verl_mt.extensions.inspection.doctor.reward_doubts import Paid, chance, doubts, size, takes_no_truth
+from verl_mt.extensions.inspection.doctor.reward_doubts import (
+    Conversations,
+    Paid,
+    chance,
+    doubts,
+    size,
+    takes_no_truth,
+)
 from verl_mt.extensions.inspection.doctor.row_contents import truth_text
-from verl_mt.extensions.inspection.doctor.scripted import SAME, Talk, called, earned, said
+from verl_mt.extensions.inspection.doctor.scripted import SAME, earned
 from verl_mt.extensions.inspection.doctor.sources import only_constant
 from verl_mt.plugins import listing
 from verl_mt.rollout.prompts import Prompt
@@ -64,15 +71,8 @@ def wrong_text(truth: str) -> str:
     return opposites.get(truth.lower(), "something else")
 
 
-@dataclass
-class Inquiry:
+class Inquiry(Conversations):
     """What the reward says of a few rows of one data source."""
-
-    subject: Subject
-    prompts: Sequence[Prompt]
-    calls: bool = False
-    """Each conversation begins with a tool call."""
-    failed: list[Trajectory] = field(default_factory=list)
 
     def findings(self) -> Iterator[Finding]:
         forms = [*dict.fromkeys([*asked_forms(self.prompts[0]), *own_forms(self.prompts[0]), *USUAL_FORMS])]
@@ -241,16 +241,6 @@ class Inquiry:
         self.failed += [t for t in played if t.status in (Status.FAILED, Status.ABORTED)]
         found = iter(played)
         return {form: fmean(earned(next(found)) for _ in self.prompts) for form in forms}
-
-    def play(self, talks: Sequence[Talk], **how: int) -> list[Trajectory]:
-        """The finished conversations; limits of length do not cut them."""
-        return self.subject.open_stage().play(talks, unlimited=True, **how)
-
-    def talk(self, prompt: Prompt, answer: str) -> Talk:
-        """A conversation that ends with this answer."""
-        chat = self.subject.known_chat
-        call = called(chat, prompt.tools[0]) if self.calls and prompt.tools else None
-        return Talk(prompt, [*([call] if call else []), said(chat, answer)])
 
     def _forms_of_source(self) -> list[str]:
         return forms_of_source(self.subject.reward) if self.subject.reward is not None else []

@@ -6,8 +6,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Status, StopReason, Trajectory
@@ -15,13 +15,10 @@ from verl_mt.errors import VerlMTError
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, warning
 from verl_mt.extensions.inspection.doctor.forms import SLOT, asked_forms, shown
 from verl_mt.extensions.inspection.doctor.row_contents import commonest, is_empty, truth_text
-from verl_mt.extensions.inspection.doctor.scripted import SAME, earned
+from verl_mt.extensions.inspection.doctor.scripted import SAME, Talk, called, earned, said
 from verl_mt.extensions.inspection.doctor.sources import method, own_tree, returns
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data
-
-if TYPE_CHECKING:
-    from verl_mt.extensions.inspection.doctor.meaning import Inquiry
 
 _TIMES = 6
 """The same conversation is scored."""
@@ -40,6 +37,27 @@ _CONTENT_TURNS = 16
 """Turns in which a user may become content."""
 
 
+@dataclass
+class Conversations:
+    """Finished conversations over a few rows of one data source, for the reward."""
+
+    subject: Subject
+    prompts: Sequence[Prompt]
+    calls: bool = False
+    """Each conversation begins with a tool call."""
+    failed: list[Trajectory] = field(default_factory=list)
+
+    def play(self, talks: Sequence[Talk], **how: int) -> list[Trajectory]:
+        """The finished conversations; limits of length do not cut them."""
+        return self.subject.open_stage().play(talks, unlimited=True, **how)
+
+    def talk(self, prompt: Prompt, answer: str) -> Talk:
+        """A conversation that ends with this answer."""
+        chat = self.subject.known_chat
+        call = called(chat, prompt.tools[0]) if self.calls and prompt.tools else None
+        return Talk(prompt, [*([call] if call else []), said(chat, answer)])
+
+
 @dataclass(frozen=True)
 class Paid:
     """What the reward gave."""
@@ -53,7 +71,7 @@ class Paid:
     nothing: float
 
 
-def doubts(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def doubts(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """What is wrong although right answers earn more than wrong ones."""
     yield from _wrong_answers(paid)
     yield from size([paid.right, paid.wrong, paid.nothing])
@@ -65,7 +83,7 @@ def doubts(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
     yield from _content_user(inquiry, paid)
 
 
-def chance(inquiry: Inquiry, form: str, difference: float) -> Iterator[Finding]:
+def chance(inquiry: Conversations, form: str, difference: float) -> Iterator[Finding]:
     """The same conversation earns the same."""
     prompt = inquiry.prompts[0]
     answer = form.replace(SLOT, str(truth_text(prompt.row.ground_truth)))
@@ -110,13 +128,13 @@ def size(values: Sequence[float]) -> Iterator[Finding]:
         )
 
 
-def _odd_answers(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def _odd_answers(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """Answers that models give now and then do not raise, and earn less than the truth."""
     prompt = inquiry.prompts[0]
     truth = str(truth_text(prompt.row.ground_truth))
     odd = {"": "an empty answer"}
-    for said, name in _odd_texts(truth).items():
-        odd.setdefault(paid.form.replace(SLOT, said), name)
+    for answer, name in _odd_texts(truth).items():
+        odd.setdefault(paid.form.replace(SLOT, answer), name)
     played = inquiry.play([inquiry.talk(prompt, text) for text in odd])
     failed = [(text, t) for text, t in zip(odd, played) if t.status in (Status.FAILED, Status.ABORTED)]
     if failed:
@@ -156,7 +174,7 @@ def _cut(text: str) -> str:
     return repr(text if len(text) <= 50 else text[:47] + "...")
 
 
-def _reasoning_before(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def _reasoning_before(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """Where the prompt asks for the answer at the end, words may stand before it."""
     prompt = inquiry.prompts[0]
     said = "\n".join(str(m.get("content")) for m in prompt.messages if m.get("role") != "assistant")
@@ -172,7 +190,7 @@ def _reasoning_before(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
         )
 
 
-def _words_of_the_prompt(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def _words_of_the_prompt(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """What the question says is not the model's answer."""
     subject, prompt = inquiry.subject, inquiry.prompts[0]
     if subject.rollout.environment.is_configured or not isinstance(prompt.messages[-1].get("content"), str):
@@ -215,7 +233,7 @@ def truth_shape(truth: Any) -> str:
     return outer + next((name for pattern, name in kinds.items() if re.fullmatch(pattern, text)), "words")
 
 
-def _odd_truths(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def _odd_truths(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """Truths of another shape than those that were asked are paid as well."""
     subject, asked = inquiry.subject, inquiry.prompts[0].row
     rows = [
@@ -246,7 +264,7 @@ def _odd_truths(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
             )
 
 
-def _one_truth(inquiry: Inquiry) -> Iterator[Finding]:
+def _one_truth(inquiry: Conversations) -> Iterator[Finding]:
     rows = [r for r in inquiry.subject.train_rows() if r.data_source == inquiry.prompts[0].row.data_source]
     text, share, number = commonest(rows)
     if number >= _LEAST_ROWS and share > _CONSTANT:
@@ -257,7 +275,7 @@ def _one_truth(inquiry: Inquiry) -> Iterator[Finding]:
         )
 
 
-def _content_user(inquiry: Inquiry, paid: Paid) -> Iterator[Finding]:
+def _content_user(inquiry: Conversations, paid: Paid) -> Iterator[Finding]:
     """A simulated user who can be content is so after the right answer."""
     users = [i for i in inquiry.subject.interactions.values() if _can_end(i)]
     if not users or len(users) < len(inquiry.subject.interactions):
