@@ -12,12 +12,12 @@ VOCAB = 1024
 """More than the tokenizer of the tiny model has, which engines of these models are given."""
 _SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,  # as vLLM's attention on a CPU wants it
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
     "bos_token_id": None,
@@ -73,13 +73,13 @@ _QWEN_VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_heads": 2,
-    "out_hidden_size": 64,
+    "out_hidden_size": 128,
     "patch_size": 4,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
 _DEEP_VISION = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"text_config": {**_SIZES, **_LINEAR}, "vision_config": _DEEP_VISION},
     "Qwen3_5Moe": {
@@ -110,7 +110,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     },
     "Glm4v": {
         "text_config": {**_SIZES, "rope_parameters": _MROPE},
-        "vision_config": {**_QWEN_VISION, "image_size": 32, "out_hidden_size": 64},
+        "vision_config": {**_QWEN_VISION, "image_size": 32, "out_hidden_size": 128},
     },
     "Gemma3": {
         "text_config": _SIZES,

@@ -102,7 +102,7 @@ def test_an_update_that_would_not_fit_the_files_is_refused_before_anything_start
     with pytest.raises(ConfigError) as refused:
         model_shape(str(folder))
     text = str(refused.value)
-    assert "Updates would send model.embed_tokens.weight [1024, 64] (the files have no such weight)" in text
+    assert "Updates would send model.embed_tokens.weight [1024, 128] (the files have no such weight)" in text
     assert "and 23 more" in text and "rollout.name=local" in text
 
 
