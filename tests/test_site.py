@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib
 import json
 import os
@@ -9,11 +11,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import yaml
+from browsers import browser as browser
 
 REPO = Path(__file__).resolve().parents[1]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        pass
 
 
 def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
@@ -135,6 +145,47 @@ def test_a_notebook_is_a_page_of_text_and_code(site):
     page = (site / "source/examples/notebooks/your_own_task.ipynb.html").read_text()
     assert "<strong>2. A reward</strong>" in page
     assert "defscore(solution_str,ground_truth):" in re.sub(r"<[^>]+>|\s", "", page) and '"cells"' not in page
+
+
+RESULTS = """() => [document.querySelector('.md-search-result__meta').innerText,
+    ...[...document.querySelectorAll('.md-search-result__list > .md-search-result__item')].slice(0, 3)
+        .map(item => item.querySelector('a').href)]"""
+
+
+def found(page, query: str) -> list[str]:
+    """The pages of the first three results of a query that is typed into the site's search."""
+    field = page.locator(".md-search__input")
+    field.fill("")
+    field.dispatch_event("keyup")
+    page.wait_for_function("document.querySelector('.md-search-result__meta').textContent.trim().startsWith('Type')")
+    field.fill(query)
+    field.dispatch_event("keyup")
+    page.wait_for_function("/match|No/.test(document.querySelector('.md-search-result__meta').textContent)")
+    before: list[str] = []
+    while (now := page.evaluate(RESULTS)) != before:
+        before = now
+        page.wait_for_timeout(60)
+    names = [re.sub(r"^.*?//[^/]+/|\.html.*$", "", link) for link in now[1:]]
+    return [re.sub(r"(^|/)index$", r"\1README", name) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_titles_of_issues_find_the_page_that_answers_them(site, browser):
+    questions = yaml.safe_load((Path(__file__).parent / "site_questions" / "issues.yaml").read_text())
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.goto(f"http://127.0.0.1:{server.server_port}/index.html")
+        browser.locator(".md-search__input").click()
+        places = []
+        for question in questions:
+            pages = found(browser, question["title"])
+            places.append(next((k for k, name in enumerate(pages) if name in question["pages"]), 3))
+        server.shutdown()
+    missed = [question["title"] for question, place in zip(questions, places, strict=True) if place]
+    assert len(questions) == 60
+    assert places.count(0) >= 48 and sum(place < 3 for place in places) >= 55, (places, missed)
 
 
 BROKEN = ("absent.md", "concepts.md#no-such-heading", "../verl_mt/absent.py")
