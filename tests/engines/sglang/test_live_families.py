@@ -1,7 +1,7 @@
 """Text families on a real vLLM: it starts without weights, and has those of the trainer after the first update.
 
-Models with a vision tower, Qwen3.5 too, need torchvision, which vLLM's CPU build has not: `test_weight_names.py` compares
-their names and shapes.
+Models with a vision tower, Qwen3.5 too, need torchvision, which vLLM's CPU build has not. `test_weight_names.py`
+compares their names and shapes.
 """
 
 from __future__ import annotations
