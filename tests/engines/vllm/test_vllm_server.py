@@ -107,6 +107,13 @@ def test_a_server_that_does_not_fit_is_refused_with_what_to_do(server, options, 
         asyncio.run(over(Server(**server), **options).start(9.0))
 
 
+def test_a_gpu_with_the_nccl_settings_that_you_gave_both_sides_is_taken(monkeypatch):
+    for name in WORKER["nccl"]:
+        monkeypatch.setenv(name, "1")
+    same = dict.fromkeys(WORKER["nccl"], "1")
+    asyncio.run(over(Server({"device": "cuda", "nccl": same})).start(9.0))
+
+
 def test_a_gpu_whose_weights_come_as_files_may_have_any_nccl_settings():
     client = over(Server({"device": "cuda", "chunked_prefill": True}), transport="disk")
     asyncio.run(client.start(9.0))
