@@ -171,6 +171,6 @@ class VLLMServer(ServerClient):
         if self.on_gpu and worker["nccl"] != ours and options.transport != "disk":
             alike = " ".join(f"{name}={value}" for name, value in ours.items())
             raise ConfigError(
-                f"{KEY}: {self.url} has other NCCL settings than the sender of weights ({worker['nccl']}): a broadcast may "
-                f"hang. Start it with {alike}, or set rollout.weight_transport=disk"
+                f"{KEY}: {self.url} has other NCCL settings than the sender of weights ({worker['nccl']}): a broadcast "
+                f"may hang. Start it with {alike}, or set rollout.weight_transport=disk"
             )
