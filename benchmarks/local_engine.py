@@ -13,7 +13,7 @@
 
 Both sample at T = 1; ours also computes the log-probs. Repetitions are interleaved, so that a busy machine hurts both;
 medians are compared, and CPU seconds are shown beside. The last lines are the ratios (above 1: the local engine is
-faster).
+faster). On a CPU (a) and (b) use the compiled kernels; `--kernels torch` uses torch's operators, as (c) does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import os
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from models import VOCAB, make_model
@@ -63,10 +64,18 @@ def multi_turn_work(
     return work
 
 
-def run_ours(model: Any, work: list[Conversation], temperature: float = 1.0) -> tuple[float, list[list[int]]]:
+def run_ours(
+    model: Any, work: list[Conversation], temperature: float = 1.0, kernels: str = "torch"
+) -> tuple[float, list[list[int]]]:
     """Seconds from the first request to the last answer, engine start excluded; and the streams."""
     from verl_mt.data.requests import GenerationRequest, SamplingParams
     from verl_mt.engines.local import LocalEngine, LocalOptions
+    from verl_mt.extensions.cpu_kernels.build import build
+    from verl_mt.extensions.cpu_kernels.forward import CompiledForward
+
+    options = LocalOptions(max_num_seqs=len(work))
+    if kernels == "compiled":
+        options = replace(options, forward=partial(CompiledForward, built=build()))
 
     async def converse(engine: LocalEngine, name: str, conversation: Conversation) -> list[int]:
         stream = list(conversation.prompt)
@@ -79,7 +88,7 @@ def run_ours(model: Any, work: list[Conversation], temperature: float = 1.0) -> 
         return stream
 
     async def go() -> tuple[float, list[list[int]]]:
-        engine = LocalEngine(model, end_token_ids=(), options=LocalOptions(max_num_seqs=len(work)))
+        engine = LocalEngine(model, end_token_ids=(), options=options)
         start = time.perf_counter()
         streams = await asyncio.gather(*[converse(engine, f"s{i}", c) for i, c in enumerate(work)])
         seconds = time.perf_counter() - start
@@ -137,12 +146,20 @@ def run_unshared(model: Any, work: list[Conversation], temperature: float = 1.0)
 
 
 def compare(
-    title: str, model: Any, work: list[Conversation], repetitions: int, baseline: str = "generate"
+    title: str,
+    model: Any,
+    work: list[Conversation],
+    repetitions: int,
+    baseline: str = "generate",
+    kernels: str = "torch",
 ) -> dict[str, Any]:
     """Interleaved repetitions; `ratio` says how many times faster than the baseline ours is, by medians."""
     count = sum(size for c in work for size, _ in c.turns)
     sample = work[:: max(1, len(work) // 16)]
-    runners = {"local engine": run_ours, baseline: {"generate": run_generate, "unshared": run_unshared}[baseline]}
+    runners = {
+        "local engine": partial(run_ours, kernels=kernels),
+        baseline: {"generate": run_generate, "unshared": run_unshared}[baseline],
+    }
     first, second = (runner(model, sample, temperature=0.0)[1] for runner in runners.values())
     print(
         f"{title}: {len(work)} sequences, {count} tokens to sample; greedy streams identical: {first == second}",
@@ -160,8 +177,14 @@ def compare(
         spread = ", ".join(f"{s:.2f}" for s in seconds)
         print(f"  {name:<13} {count / median:6.0f} tokens/s, median {median:.2f} s of [{spread}]; {used:.2f} CPU s")
     ratio = statistics.median(wall[baseline]) / statistics.median(wall["local engine"])
-    same = first == second
-    return {"work": title, "tokens": count, "same greedy": same, "wall, s": wall, "CPU, s": cpu, "ratio": ratio}
+    same, of_cpu = first == second, statistics.median(cpu[baseline]) / statistics.median(cpu["local engine"])
+    found = {"work": title, "kernels": kernels, "tokens": count, "same greedy": same, "wall, s": wall, "CPU, s": cpu}
+    return {**found, "ratio": ratio, "ratio of CPU s": of_cpu}
+
+
+def ratios(found: dict[str, Any]) -> str:
+    """Of wall time and of CPU time."""
+    return f"{found['ratio']:.2f} (CPU {found['ratio of CPU s']:.2f})"
 
 
 def main() -> None:
@@ -176,6 +199,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--group-size", type=int, default=8, help="samples per prompt in (b); 1 = all prompts differ")
     parser.add_argument("--system-tokens", type=int, default=600, help="the system prompt of (c)")
+    parser.add_argument("--kernels", default="compiled", choices=("compiled", "torch"), help="on a CPU, of (a) and (b)")
     parser.add_argument("--parts", default="abc", help="which of (a), (b), (c); default: all, on a GPU the first two")
     add_out(parser)
     args = parser.parse_args()
@@ -193,12 +217,13 @@ def main() -> None:
         f"torch {torch.__version__}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     count, group, closing, found = args.sequences, args.group_size, [], []
+    options = {"repetitions": args.repetitions, "kernels": args.kernels if args.device == "cpu" else "torch"}
     if "a" in args.parts:
-        found.append(compare("(a) one equal-length batch", model, equal_work(count, vocabulary), args.repetitions))
-        closing.append(f"(a) one equal-length batch: local engine / generate = {found[-1]['ratio']:.2f}")
+        found.append(compare("(a) one equal-length batch", model, equal_work(count, vocabulary), **options))
+        closing.append(f"(a) one equal-length batch: local engine / generate = {ratios(found[-1])}")
     if "b" in args.parts:
-        found.append(compare("(b) multi-turn", model, multi_turn_work(count, group, vocabulary), args.repetitions))
-        closing.append(f"(b) multi-turn work: local engine / generate = {found[-1]['ratio']:.2f}")
+        found.append(compare("(b) multi-turn", model, multi_turn_work(count, group, vocabulary), **options))
+        closing.append(f"(b) multi-turn work: local engine / generate = {ratios(found[-1])}")
     if "c" in args.parts and args.device == "cpu":
         work = multi_turn_work(count, group, vocabulary, args.system_tokens)
         found.append(compare("(c) a long system prompt", model, work, args.repetitions, "unshared"))

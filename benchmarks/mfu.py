@@ -105,6 +105,23 @@ def seconds_of_update(model: Any, batch: Any, repetitions: int, *, share: bool) 
     return min(times[1:])
 
 
+def doctors_memory(model: Any, length: int, tokens: int, *, checkpointing: bool) -> float:
+    """Bytes of the same update as the doctor computes them: without an engine's cache and other processes."""
+    from verl_mt.config.compose import compose
+    from verl_mt.extensions.inspection.doctor.findings import Subject
+    from verl_mt.extensions.inspection.doctor.resources import Demand
+
+    keys = {
+        "actor.ppo_max_token_len": 32768, "model.dtype": "bfloat16", "rollout.n": 1,
+        "model.enable_gradient_checkpointing": checkpointing,
+        "rollout.prompt_length": length // 8, "rollout.response_length": length - length // 8,
+    }  # fmt: skip
+    words = [f"actor_rollout_ref.{key}={value}" for key, value in keys.items()]
+    words += ["algorithm.adv_estimator=reinforce_plus_plus", f"data.train_batch_size={max(1, tokens // length)}"]
+    demand = Demand.of(Subject(compose(words), module=model))
+    return demand.peak_bytes - demand.cache_bytes - demand.other_bytes
+
+
 def _wait(model: Any) -> None:
     import torch
 
@@ -168,13 +185,16 @@ def main() -> None:
             seconds = seconds_of_update(model, batch, args.repetitions, share=args.share_prefixes)
             flops = flops_of(model, batch)
             memory = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0
+            formula = doctors_memory(model, length, args.tokens, checkpointing=args.checkpointing) / 1e9
             print(
                 f"{name}, {len(batch)} rows of {length}: {seconds:.2f} s, {flops / seconds / 1e12:.0f} TFLOP/s, "
-                f"MFU {flops / seconds / peak:.1%}, {memory:.0f} GB",
+                f"MFU {flops / seconds / peak:.1%}, {memory:.1f} GB (by the doctor's formula {formula:.1f})",
                 flush=True,
             )
             row = {"shape": name, "rows": len(batch), "length": length, "s": seconds, "TFLOP/s": flops / seconds / 1e12}
-            rows.append(row | {"MFU": flops / seconds / peak, "GB": memory, "peak TFLOP/s": peak / 1e12})
+            rows.append(
+                row | {"MFU": flops / seconds / peak, "GB": memory, "formula GB": formula, "peak TFLOP/s": peak / 1e12}
+            )
             del model
             if on_gpu:
                 torch.cuda.empty_cache()

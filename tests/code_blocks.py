@@ -8,6 +8,7 @@ blocks of its page find. A block that cannot run here stands below a comment tha
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from verl_mt.config.schema import sections
 from verl_mt.extensions.compat.migrate import migrate
 from verl_mt.extensions.compat.migrate.shell import Command, read_script
 from verl_mt.extensions.hydra_commands.sweeps import normalize_sweep
+from verl_mt.extensions.scaffold.init import main as init
 from verl_mt.interactions.session import load_interactions
 from verl_mt.tools.registry import load_tools
 
@@ -117,6 +119,10 @@ def run_command(command: Command) -> None:
     words = command.words
     if words[:2] == ["pip", "install"]:
         check_pip(words)
+    elif words[:2] == ["verl-mt", "init"]:
+        assert init(words[2:]) == 0
+    elif words[0] == "cd":
+        os.chdir(words[1])  # the test goes back
     elif words[:2] == ["python", "-m"] and words[2].startswith("verl_mt."):
         check_module(words[2], words[3:])
     elif words[0] == "python" and Path(words[1]).is_file():
@@ -130,7 +136,7 @@ def run_command(command: Command) -> None:
             text = subprocess.run([sys.executable, REPO / script, "--help"], capture_output=True, text=True).stdout
             unknown = [f for f in unknown if f not in text]
         assert not unknown, f"{script} has no such flag: {unknown}"
-    elif words[0] not in ("export", "set"):
+    elif words[0] not in ("export", "set", "pytest"):
         raise AssertionError(f"nobody checks {words[0]!r}: teach tests/code_blocks.py, or say why it is not run")
 
 

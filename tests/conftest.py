@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import os
 import re
 import subprocess
@@ -104,6 +105,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if _warm_starts:
         reasons = "; ".join(f"{number} x {reason}" for reason, number in real.most_common(12))
         terminalreporter.write_line(f"warm starts: {_warm_starts['']} forks, {real.total()} real: {reasons or 'none'}")
+
+
+@pytest.fixture(autouse=True)
+def _root_level() -> Iterator[None]:
+    """A test that leaves another level behind would break later ones that read the log."""
+    root = logging.getLogger()
+    before = root.level
+    yield
+    after = root.level
+    root.setLevel(before)
+    assert after == before, f"the root logger's level was {before} and is {after}: put it back"
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The command `python -m verl_mt.check_template`: report, coloured conversations, JSON lines, bad input."""
+"""The command `verl-mt doctor --only template`: report, coloured conversations, JSON lines, bad input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toys import CHATML, toy_tokenizer
 from verl_mt.chat import load_chat, replay
 from verl_mt.chat.display import GIVEN, TRAINED, render_tokens
 from verl_mt.chat.sanity import WARNING
-from verl_mt.extensions.inspection.check_template import main
+from verl_mt.extensions.inspection.check_template import run as main
 from verl_mt.extensions.inspection.check_template.report import build_report, print_report
 
 STRIPS = CHATML.replace("{{ message.content }}", "{{ message.content | trim }}")
@@ -198,7 +198,18 @@ def test_the_report_names_refused_shapes_with_their_cause_and_the_mismatches(mod
 @pytest.mark.slow
 def test_the_command_runs_as_a_module_with_clean_stdout(model, chat, tmp_path):
     file = write(tmp_path, conversation(chat, "A1", "A2<|im_end|>"))
-    command = [sys.executable, "-m", "verl_mt.check_template", "--model", model, "--conversations", file, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "verl_mt.doctor",
+        "--only",
+        "template",
+        "--model",
+        model,
+        "--conversations",
+        file,
+        "--json",
+    ]
     done = warm_start.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1 and json.loads(done.stdout)["warnings"]

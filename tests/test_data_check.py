@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -11,7 +12,7 @@ import pytest
 from verl_mt import check_data
 from verl_mt.data.dataset import load_rows
 from verl_mt.errors import VerlMTError
-from verl_mt.extensions.inspection.data_check import main
+from verl_mt.extensions.inspection.data_check import run as main
 
 ROW = {"prompt": "How many pens?", "data_source": "stock", "ground_truth": 3}
 
@@ -52,7 +53,7 @@ def test_what_is_probably_not_meant_is_said(tmp_path):
     taken_off, role, again = found.remarks
     assert "row 3" in taken_off and "taken off" in taken_off
     assert "row 4" in role and "'human'" in role
-    assert "row 2" in again and "as an earlier row" in again
+    assert "row 2" in again and "repeat the prompt and ground truth of an earlier row" in again
 
 
 def test_with_a_model_the_prompt_is_the_text_that_it_reads(tmp_path):
@@ -72,7 +73,7 @@ def test_the_command_takes_files_and_the_keys_of_a_run(tmp_path, capsys):
     assert main([str(tmp_path / "a.parquet"), "data.prompt_key=question", "data.label_key=answer"]) == 0
     out = capsys.readouterr().out
     assert "user> q" in out and "the reward for 'a' gets the ground truth 'a' (text)" in out
-    assert main([str(tmp_path / "a.parquet")]) == 1
+    assert main([str(tmp_path / "a.parquet")]) == 2
     assert "column 'prompt' is missing" in capsys.readouterr().out
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert "no file" in capsys.readouterr().err
@@ -99,3 +100,14 @@ def test_control_tokens_in_a_question_are_said(tmp_path, model, text, named):
     said = [remark for remark in found.remarks if "control tokens" in remark]
     assert len(said) == (named is not None)
     assert named is None or (f"row 2: a user's text holds control tokens ({named})" in said[0])
+
+
+def test_rows_of_an_environment_need_no_prompt_and_have_the_columns_that_it_wants(tmp_path, capsys):
+    rows, environment = tmp_path / "seeds.jsonl", Path(__file__).parent / "environments" / "maze.py"
+    rows.write_text('{"seed": 1}\n{"sed": 2}\n')
+    assert main([str(rows)]) == 1
+    assert "An environment may make it: add actor_rollout_ref.rollout.environment.path=" in capsys.readouterr().out
+    assert main([str(rows), f"actor_rollout_ref.rollout.environment.path={environment}:Maze"]) == 1
+    said = capsys.readouterr().out
+    assert "1 cannot be used" in said and "(Maze.reset) wants 'seed', which the row has not" in said
+    assert "row 2" in said and "row 1:" not in said and "same prompt" not in said

@@ -48,12 +48,13 @@ def test_what_the_wheel_is_made_of_is_copied():
     """hatchling refuses to build where one of these is absent."""
     build = tomllib.loads((REPO / "pyproject.toml").read_text())
     wheel = build["tool"]["hatch"]["build"]["targets"]["wheel"]
+    hooks = build["tool"]["hatch"]["metadata"]["hooks"]
     needed = {
         *wheel["packages"],
         *wheel["force-include"],
-        build["project"]["readme"],
+        *(fragment["path"] for fragment in hooks["fancy-pypi-readme"]["fragments"]),
         *build["project"]["license-files"],
-        build["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"],
+        hooks["custom"]["path"],
     }
     assert needed <= set(sources())
 

@@ -88,7 +88,7 @@ def test_accuracy_and_pass_at_k_are_those_of_the_written_rollouts(data, tmp_path
 def test_a_run_is_evaluated_with_its_own_data_and_tools(run, tmp_path):
     greedy = "actor_rollout_ref.rollout.val_kwargs.temperature=0"
     for name in ("one", "two"):
-        assert evaluate.main(["--run", str(run), "--out", str(tmp_path / name), greedy]) == 0
+        assert evaluate.main([str(run), "--out", str(tmp_path / name), greedy]) == 0
     assert metrics_in(tmp_path / "one") == metrics_in(tmp_path / "two")
     assert len(answers_in(tmp_path / "one")) == 4
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -219,6 +219,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
+        (["data.seed=1", "no/such/run", "--n", "2"], "no/such/run has no config.yaml"),
         (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),
         (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),
         (

@@ -39,7 +39,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_checkpoint_is_exported_as_the_run_itself_would(run, tmp_path, capsys):
-    assert export.main(["--checkpoint", str(run), "--out", str(tmp_path / "model")]) == 0
+    assert export.main([str(run), "--out", str(tmp_path / "model")]) == 0
     assert "written to" in capsys.readouterr().out
     assert same(weights(tmp_path / "model"), weights(run / "hf"))
     names = {p.name for p in (tmp_path / "model").iterdir()}
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(run, tmp_pat
     assert export.main(["--checkpoint", str(run), "--out", str(tmp_path / "model")]) == 2
     said = capsys.readouterr().err
     assert f"{damaged}/state.pt is damaged" in said
-    assert f"--checkpoint {run}/checkpoints/step_000004 exports it" in said
+    assert f"verl_mt.export {run}/checkpoints/step_000004 exports it" in said
     assert not (tmp_path / "model").exists()
 
 

@@ -183,9 +183,7 @@ def test_another_package_adds_config_groups(other_packages, tmp_path):
     other_packages("foreign", "[verl_mt.config_folders]\nmine = foreign_groups.configs\n")
     config = compose(["task=shop", "+season=winter", "algorithm=dapo"])
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.response_length) == (7, 99)
-    with pytest.raises(
-        ConfigError, match=r"task=shp \(command line\).* It has gsm8k_.*, shop, .*Did you mean task=shop"
-    ):
+    with pytest.raises(ConfigError, match=r"task=shp \(command line\).* It has .*, shop, .*Did you mean task=shop"):
         compose(["task=shp"])
     forget()
     other_packages("second", "[verl_mt.config_folders]\ntheirs = nowhere.configs\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -14,6 +15,8 @@ import warm_start
 
 import verl_mt
 
+REPO = Path(__file__).resolve().parents[1]
+
 
 @pytest.mark.parametrize("name", verl_mt.__all__)
 def test_every_public_name_is_the_one_of_its_module(name):
@@ -21,6 +24,16 @@ def test_every_public_name_is_the_one_of_its_module(name):
     assert name in dir(verl_mt)
     if name in verl_mt._HOMES:
         assert value is getattr(import_module(f"verl_mt.{verl_mt._HOMES[name]}"), name)
+
+
+@pytest.mark.parametrize("name", sorted({*verl_mt.__all__} - {"__version__"}))
+def test_every_public_name_is_in_the_api_reference(name):
+    """mkdocstrings needs the module where the object is defined, and the page shows the name that you import."""
+    pages = "".join(page.read_text() for page in (REPO / "docs").glob("api_*.md"))
+    entries = re.findall(rf"^::: ([\w.]+)\n    options: {{heading: verl_mt\.{name}}}$", pages, re.MULTILINE)
+    assert len(entries) == 1, f"give verl_mt.{name} one entry in docs/api_*.md"
+    module, _, attribute = entries[0].rpartition(".")
+    assert getattr(import_module(module), attribute) is getattr(verl_mt, name)
 
 
 def test_no_public_name_is_the_name_of_a_module():

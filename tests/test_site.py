@@ -97,6 +97,8 @@ def test_guides_stand_before_tables_in_the_search(site):
     index = json.loads((site / "search" / "search_index.json").read_text())
     weight = {doc["location"].partition("#")[0]: doc.get("boost", 1) for doc in index["docs"]}
     tables = {"configuration.html", "verl_keys.html", "compatibility.html", "pages/benchmarks/RESULTS.html"}
+    tables |= {page for page in weight if page.startswith("api_")}
+    assert len(tables) == 7
     assert {weight[page] for page in tables} == {0.02}
     assert weight["pages/recipes/gsm8k/index.html"] == 0.4
     guides = {page for page in weight if "/" not in page} - tables - {"capabilities.html", "architecture.html"}
@@ -117,6 +119,22 @@ def test_llms_txt_lists_the_navigation_and_its_links_are_markdown(site):
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
         "Get started", "Tutorials", "How-to", "Explanation", "Reference", "Migration", "Contributing",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_the_api_reference_shows_signatures_and_docstrings(site):
+    page = re.sub(r"<[^>]+>", "", (site / "api_calls.html").read_text())
+    assert "verl_mt.train" in page and "total_training_steps" in page and "::: " not in page
+    assert "-&gt; Run" in page and "Train a model, with functions and objects" in page
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_a_notebook_is_a_page_of_text_and_code(site):
+    page = (site / "source/examples/notebooks/your_own_task.ipynb.html").read_text()
+    assert "<strong>2. A reward</strong>" in page
+    assert "defscore(solution_str,ground_truth):" in re.sub(r"<[^>]+>|\s", "", page) and '"cells"' not in page
 
 
 BROKEN = ("absent.md", "concepts.md#no-such-heading", "../verl_mt/absent.py")

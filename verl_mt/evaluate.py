@@ -1,10 +1,10 @@
 """`python -m verl_mt.evaluate`: accuracy and pass@k of a model on a data file, or a conversation with it.
 
-    python -m verl_mt.evaluate --run runs/tiny                       # a run's export, its own tools and data
+    python -m verl_mt.evaluate runs/tiny                       # a run's export, its own tools and data
     python -m verl_mt.evaluate --model PATH --data FILE.parquet --n 4 --out eval/ [Hydra overrides]
     python -m verl_mt.evaluate experiment=gsm8k_tool_grpo --model PATH
     python -m verl_mt.evaluate --config-path . --config-name my_run --n 8    # before training: is it learnable?
-    python -m verl_mt.evaluate --run runs/tiny --chat                # talk to it; its tools really run
+    python -m verl_mt.evaluate runs/tiny --chat                # talk to it; its tools really run
 
 The same tools, interactions, limits and reward as in training: what counts is the config, not this command. Validation
 sampling (`actor_rollout_ref.rollout.val_kwargs`) is used; `...val_kwargs.temperature=0` is greedy.
@@ -40,17 +40,14 @@ as there."""
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for bad input or where not one trajectory survived (one line on stderr), 130 for
     Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m verl_mt.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("--run", help="run directory: its config.yaml and its hf/ export")
-    parser.add_argument(
-        "--trust", action="store_true", help="--run: run the code that another user's config.yaml names"
-    )
+    usage = "%(prog)s [RUN] [flags] [key=value ...]\n\nRUN: a run directory, its config.yaml and its hf/ export."
+    parser = argparse.ArgumentParser("python -m verl_mt.evaluate", usage, __doc__.split("\n")[0])
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # the old form of RUN
+    parser.add_argument("--trust", action="store_true", help="run the code that another user's config.yaml names")
     parser.add_argument("--config", "--config-name", "-cn", help="YAML file to start from, instead of a run's")
     parser.add_argument("--config-path", "-cp", help="folder of that file, as for the trainer")
     parser.add_argument("--model", help="local folder or hub name")
-    parser.add_argument(
-        "--data", help="parquet or JSONL file, or module:function; default: the config's data.val_files"
-    )
+    parser.add_argument("--data", help="parquet or JSONL file, or module:function; default: data.val_files")
     parser.add_argument("--n", type=int, help="samples per prompt")
     parser.add_argument("--out", help="folder for metrics.json and rollouts.jsonl")
     parser.add_argument("--chat", action="store_true", help="talk to the model instead")
@@ -80,18 +77,21 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
             f"unknown flag {' '.join(flags)}. Evaluation takes one configuration: key=value, and the flags that --help "
             "lists. For sweeps and the other flags of Hydra, use python -m verl_mt.trainer"
         )
+    for word in [word for word in overrides if "=" not in word and not word.startswith("~")]:
+        args.run = word
+        overrides.remove(word)
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
     if args.config_path and not args.config:
         raise ConfigError(f"--config-path {args.config_path}: name the file in it with --config-name")
     if args.run and args.config:
-        raise ConfigError("--run brings its own config.yaml: give it or --config, not both")
+        raise ConfigError(f"{args.run} brings its own config.yaml: give it or --config, not both")
     if args.run:
         folder = Path(args.run)
         if not (folder / "config.yaml").is_file():
-            raise ConfigError(f"--run: {folder} has no config.yaml; name a run directory such as runs/tiny")
+            raise ConfigError(f"{folder} has no config.yaml; name a run directory such as runs/tiny")
         if not args.model and not (folder / "hf").is_dir():
-            raise ConfigError(f"--run: {folder} has no hf/ export (the run is not over); name a model with --model")
+            raise ConfigError(f"{folder} has no hf/ export (the run is not over); name a model with --model")
         require_trust(folder, trust=args.trust)
     # As in training: with an own model and own data nothing of the default task is inherited.
     general = args.model and args.model != TINY_MODEL and args.data

@@ -1,8 +1,8 @@
 """`python -m verl_mt.export`: a checkpoint, sharded or not, as a plain Hugging Face folder.
 
-    python -m verl_mt.export --checkpoint runs/tiny/checkpoints/step_000040 --out model/
-    python -m verl_mt.export --checkpoint runs/tiny --out model/          # its newest checkpoint
-    python -m verl_mt.export --checkpoint runs/cold --out model/ --dtype float32    # as exact as it was trained
+    python -m verl_mt.export runs/tiny/checkpoints/step_000040 --out model/
+    python -m verl_mt.export runs/tiny --out model/          # its newest checkpoint
+    python -m verl_mt.export runs/cold --out model/ --dtype float32    # as exact as it was trained
 
 Runs on one machine without Ray; the whole model must fit into its memory.
 """
@@ -22,9 +22,8 @@ from verl_mt.errors import CheckpointError, VerlMTError
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 for bad input (one line on stderr)."""
     parser = argparse.ArgumentParser(prog="python -m verl_mt.export", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--checkpoint", required=True, help="checkpoint folder (.../checkpoints/step_000040) or run directory"
-    )
+    parser.add_argument("source", nargs="?", metavar="RUN", help="run directory, or checkpoint folder in it")
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)  # the old form of RUN
     parser.add_argument("--out", required=True, help="folder of the exported model; an older export there is replaced")
     parser.add_argument("--config", help="config.yaml of the run; default: the run directory's, two folders up")
     parser.add_argument(
@@ -35,9 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--trust", action="store_true", help="run code that another user's config.yaml names")
     args = parser.parse_args(argv)
+    if (source := args.source or args.checkpoint) is None:
+        parser.error("name a run directory, or a checkpoint such as runs/tiny/checkpoints/step_000040")
     try:
         config = None if args.config is None else Path(args.config)
-        folder = export(Path(args.checkpoint), Path(args.out), config, dtype=args.dtype, trust=args.trust)
+        folder = export(Path(source), Path(args.out), config, dtype=args.dtype, trust=args.trust)
     except VerlMTError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -71,7 +72,7 @@ def export(
 
     folder = _checkpoint(source)
     config = _config(folder, config_file, trust=trust)
-    state = checkpoint.load(folder, way_out="--checkpoint {intact} exports it")
+    state = checkpoint.load(folder, way_out="python -m verl_mt.export {intact} exports it")
     model = config.actor_rollout_ref.model
     if model.lora_rank and dtype not in (None, model.dtype):
         raise CheckpointError(
@@ -91,12 +92,10 @@ def _checkpoint(source: Path) -> Path:
     if (source / "checkpoints").is_dir():
         newest = CheckpointStore(source / "checkpoints").latest()
         if newest is None:
-            raise CheckpointError(f"--checkpoint: {source} is a run directory without a checkpoint")
+            raise CheckpointError(f"{source} is a run directory without a checkpoint")
         return newest
     if not (source / "meta.json").is_file():
-        raise CheckpointError(
-            f"--checkpoint: {source} is neither a checkpoint (no meta.json) nor a run directory (no checkpoints/)"
-        )
+        raise CheckpointError(f"{source} is neither a checkpoint (no meta.json) nor a run directory (no checkpoints/)")
     return source
 
 

@@ -23,9 +23,11 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from verl_mt.errors import error_text
 from verl_mt.plugins import keep_default_dtype
@@ -301,6 +303,34 @@ async def end_tasks(tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> None:
                 task.exception()  # who gave up does not ask for it
 
 
+_QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, deque[asyncio.Future[None]]] = WeakKeyDictionary()
+"""Event loop -> who waits in `fair_turn`."""
+
+
+async def fair_turn() -> None:
+    """Return when it is the caller's turn: one caller per pass of its event loop, in the order in which they came.
+
+    Thousands of conversations may have work at the same moment, such as tokenizing tool results. Without turns the
+    loop would do all of it before it looks at sockets and clocks again. Runs on the caller's loop. Waits for callers
+    that came earlier.
+    """
+    loop = asyncio.get_running_loop()
+    queue = _QUEUES.setdefault(loop, deque())
+    queue.append(turn := loop.create_future())
+    if len(queue) == 1:
+        loop.call_soon(_next_turn, loop, queue)
+    await turn
+
+
+def _next_turn(loop: asyncio.AbstractEventLoop, queue: deque[asyncio.Future[None]]) -> None:
+    """Runs on the loop and waits for nothing. The first in the queue stays there until its work is done."""
+    while queue and queue[0].done():
+        queue.popleft()
+    if queue:
+        queue[0].set_result(None)
+        loop.call_soon(_next_turn, loop, queue)
+
+
 async def in_daemon_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a blocking function in a daemon thread: it neither blocks the loop nor keeps the process alive.
 
@@ -369,11 +399,7 @@ class OwnThread:
 
 
 async def _in_thread(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str,
-    own: OwnThread | None = None,
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, own: OwnThread | None = None
 ) -> _Outcome:
     """Runs on the caller's loop. Waits for a thread, which is left behind if the caller gives up."""
     if own is None:

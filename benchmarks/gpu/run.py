@@ -1,14 +1,19 @@
 """What verl_mt does on this GPU, in one command: tests, training, resume, speed and memory. One JSON of results.
 
     python benchmarks/gpu/run.py [--out gpu_results] [--only STAGE ...] [--again STAGE ...] [--rehearse]
+    python benchmarks/gpu/run.py --table
 
-Stages run one after the other, each in processes of its own with a limit of ten minutes. `results.json` in the output
+Stages run one after the other, the most valuable first, each in processes of its own with a limit of three minutes.
+`results.json` in the output
 folder is written anew behind every stage: a run that was ended goes on with the next stage, and `--again` repeats some.
 A stage that fails is recorded with the end of its output, the others run all the same, and the command ends with 1.
 
 `--rehearse` runs all of it on a CPU, small, in minutes: it shows that the commands work, not what they measure. Neither
 verl_mt nor Ray nor SGLang need to be installed; `wheels.txt` names the packages that an image with torch and
 transformers lacks.
+
+`--table` prints the published results (`benchmarks/measured/gpu.json`): a row for each stage, "never run" where there
+is no result. After a run, add its figures to that file and the table to RESULTS.md.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
-LIMIT_S = 600
+LIMIT_S = 180
+PUBLISHED = REPO / "benchmarks" / "measured" / "gpu.json"
 _TAIL = 4000
 """Characters of a stage's output that are kept."""
 GPU_TESTS = (
@@ -161,6 +167,19 @@ def _updates() -> list[Stage]:
     ]
 
 
+def _colocated() -> list[Stage]:
+    """`colocated_life.py`."""
+    small = ("--device", "cpu", "--shape", "toy", "--cycles", "3", "--tokens", "256", "--cache-gb", "0.001")
+    table = (
+        ("colocated-life", "200 cycles of a rank and an engine on one GPU, weights by CUDA IPC", ()),
+        ("colocated-expandable", "the same with expandable segments", ("--expandable", "--cycles", "20")),
+    )
+    return [
+        Stage(name, what, *_benchmark("gpu/colocated_life.py", words, (*words, *small)), lines_with("wrong tensors"))
+        for name, what, words in table
+    ]
+
+
 def _benchmarks() -> list[Stage]:
     """That compare two ways on the device."""
     cuda, once = ("--device", "cuda"), ("--repetitions", "1")
@@ -201,7 +220,22 @@ def _stages() -> list[Stage]:
     tests = Stage(
         "tests", "the tests marked gpu", (*pytest, "-m", "gpu", *files), (*pytest, "-m", "gpu or slow", *files), counts
     )
-    return [tests, *_runs(), *_updates(), *_benchmarks()]
+    runs = _runs()
+    return [*_colocated(), tests, runs[0], *_updates(), *runs[1:], *_benchmarks()]
+
+
+def table() -> str:
+    """The published results as Markdown.
+
+    The file: stage -> {"commit", "card", "date", "figure"}.
+    """
+    published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    lines = ["| stage | what | result | commit | card | date |", "|---|---|---|---|---|---|"]
+    for stage in _stages():
+        found = published.get(stage.name)
+        cells = [found[key] for key in ("figure", "commit", "card", "date")] if found else ["never run", "", "", ""]
+        lines.append(f"| `{stage.name}` | {stage.what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 # --- running them
@@ -324,7 +358,11 @@ def main() -> int:
     parser.add_argument("--again", nargs="+", choices=names, default=[], metavar="STAGE", help="though it is done")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage")
     parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
+    parser.add_argument("--table", action="store_true", help="print the published results and run nothing")
     args = parser.parse_args()
+    if args.table:
+        print(table())
+        return 0
     out = args.out.resolve()
     results = read_results(out / "results.json", args.rehearse)
     results["environment"] = environment()

@@ -10,6 +10,7 @@ each page, which lies beside the page's HTML.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -28,7 +29,7 @@ _FILES: dict[str, Path] = {}
 """Page of the site -> the file of the repository that it is made from."""
 _BEHIND = {
     0.02: (
-        "configuration.md", "verl_keys.md", "compatibility.md", "capabilities.md", "architecture.md",
+        "api_", "configuration.md", "verl_keys.md", "compatibility.md", "capabilities.md", "architecture.md",
         "pages/benchmarks/RESULTS.md", "pages/benchmarks/README.md", "pages/CHANGELOG.md", "pages/CONTRIBUTING.md",
         "pages/AGENTS.md",
     ),
@@ -70,6 +71,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             page.meta["search"] = {"boost": weight}
     _TEXTS[page.file.src_uri] = text = _linked(markdown, page)
     return text
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """A docstring ends a sentence with `::` before code. On the page it is one colon."""
+    return html.replace("::</p>\n<div", ":</p>\n<div") if page.file.src_uri.startswith("api_") else html
 
 
 def on_post_build(config: Any) -> None:
@@ -157,7 +163,7 @@ def _add(path: Path, files: Files, config: Any) -> None:
     elif path.is_dir():
         uri, made = f"source/{name}/index.md", {"content": _folder(path, name)}
     else:
-        uri, made = f"source/{name}.md", {"content": _source(path, name)}
+        uri, made = f"source/{name}.md", {"content": _SHOWN.get(path.suffix, _source)(path, name)}
     _FILES[uri] = path
     files.append(File.generated(config, uri, **made))
 
@@ -165,6 +171,18 @@ def _add(path: Path, files: Files, config: Any) -> None:
 def _source(path: Path, name: str) -> str:
     language = _LANGUAGES.get(path.suffix, "text")
     return f"{_HIDDEN}# {path.name}\n\n`{name}`\n\n`````{language}\n{path.read_text()}\n`````\n"
+
+
+def _notebook(path: Path, name: str) -> str:
+    texts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        texts.append(text if cell["cell_type"] == "markdown" else f"`````python\n{text}\n`````")
+    return _HIDDEN + "\n\n".join([*texts, f"This is the notebook `{name}`."]) + "\n"
+
+
+_SHOWN = {".ipynb": _notebook}
+"""Suffix -> the page of such a file. Others are shown as code."""
 
 
 def _folder(path: Path, name: str) -> str:

@@ -19,8 +19,8 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.row_files import read_rows, rows_of_step
 from verl_mt.data.run_files import read_jsonl_tolerant
 from verl_mt.doctor.step_time import Model, Observed, StepTime, Work
+from verl_mt.extensions.cluster.replicas.model_shape import model_shape
 from verl_mt.modeling.packing import find_segments
-from verl_mt.modeling.weights import model_shape
 
 
 @cache

@@ -65,6 +65,12 @@ def same_greedy_streams(said: str) -> None:
     assert re.findall(r"greedy streams identical: (\w+)", said) == ["True"] * 3
 
 
+def the_same_turns(said: str) -> None:
+    """A turn in a thousand may differ, where its random number lies within rounding of a boundary."""
+    same, turns, apart = re.findall(r"(\d+) of (\d+) turns identical, distance at most (\S+),", said)[0]
+    assert int(turns) - int(same) <= 1 and int(turns) > 16 and float(apart) < 1e-5
+
+
 def a_fraction_of_the_memory(said: str) -> None:
     assert float(re.findall(r"(\d+\.\d)% of naive's memory", said)[0]) < 20, "the recomputed way"
 
@@ -80,6 +86,19 @@ def as_good_as_exact(said: str) -> None:
 
 def a_part_of_the_row(said: str) -> None:
     assert 0.4 < float(re.findall(r"2 ranks ([\d.]+),", said)[-1]) < 0.7
+
+
+def as_docs_scaling_says(said: str) -> None:
+    """Within 1 % of the formulas of docs/scaling.md."""
+    rows = re.findall(r"^ranks ([\d,]+), fsdp_size ([\d,]+), .*$", said, re.M)
+    assert rows == [("8", "8"), ("64", "64"), ("1,024", "1,024"), ("1,024", "8")]
+    ratios = [float(ratio) for ratio in re.findall(r" / formula ([\d.e-]+)", said)]
+    assert len(ratios) == 12 and all(abs(ratio - 1) < 0.01 for ratio in ratios), said
+    assert all(float(calls) == 5 for calls in re.findall(r"calls per pass ([\d.]+)", said))
+
+
+def every_call_ran(said: str) -> None:
+    assert "event loop: 16 conversations, " in said
 
 
 def few_kernels(said: str) -> None:
@@ -125,9 +144,15 @@ CASES = [
     Case("busy_cores.py", f"--size micro --threads 1 --beside 0 --sequences 4 {ONCE}", marks=(pytest.mark.release,)),
     Case("chat_delta.py", "--model verl_mt://tiny --turns 4 --repeats 1"),
     Case("checkpoint_digests.py", f"--megabytes 16 {ONCE}"),
+    Case("cpu_kernels.py", f"--prompts 2 {ONCE}", the_same_turns),
     Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
     Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400", marks=(pytest.mark.release,)),
+    Case("event_loop_lag.py", "--conversations 16 --seconds 0.1", every_call_ran),
+    Case("environments_at_once.py", "--count 40 --tool-s 0.1 --turns 2"),
     Case("export_memory.py", "--size medium", the_model_once),
+    Case("gpu/colocated_life.py", "--device cpu --shape toy --cycles 2 --tokens 128 --cache-gb 0.001 --expandable",
+         says("the engine's allocator settings: none): 0 wrong tensors")),
+    Case("fake_ranks.py", "--layers 1", as_docs_scaling_says),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),
     Case("kernel_caches.py", "--size micro --passes 6", few_kernels),

@@ -59,10 +59,16 @@ def test_numbers_are_read_where_the_commands_write_them(command, tmp_path):
 
 def test_every_stage_has_a_name_of_its_own_and_both_commands_of_files_that_are_there(command):
     stages = command._stages()
-    assert len({stage.name for stage in stages}) == len(stages) == 17
+    assert len({stage.name for stage in stages}) == len(stages) == 19
     for stage in stages:
         for words in (stage.on_gpu, stage.in_rehearsal):
             assert words != () and all(Path(word).exists() for word in words if word.startswith(str(REPO)))
+
+
+def test_the_page_has_the_table_of_published_results(command):
+    published = json.loads(command.PUBLISHED.read_text())
+    assert published.keys() <= {stage.name for stage in command._stages()}
+    assert command.table() in (REPO / "benchmarks" / "RESULTS.md").read_text()
 
 
 def test_the_tests_stage_names_every_file_that_has_the_mark(command):
@@ -87,7 +93,9 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
-    assert code == 0 and "1 of 17 stages are well; not run: tests, train-float32" in printed, printed
+    assert code == 0 and "1 of 19 stages are well; not run: colocated-life, colocated-expandable, tests" in printed, (
+        printed
+    )
     first = results["stages"]["log-prob-memory"]
     assert first["status"] == "ok" and "recomputed" in first["numbers"]["lines"][0]
     assert results["environment"]["torch"] and results["environment"]["device"]

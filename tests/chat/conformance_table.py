@@ -215,7 +215,7 @@ _INTRODUCTION = """# Chat templates
 Check your model's chat template before you train:
 
 ```bash
-python -m verl_mt.check_template --model PATH
+verl-mt doctor --only template --model PATH
 ```
 
 The table below has the results for published templates. Each was probed in transformers' Jinja sandbox, on a small

@@ -24,6 +24,7 @@ from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.buckets import Buckets
 from verl_mt.extensions.cluster.sglang import engine as engine_module
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm import options as vllm_options
 from verl_mt.modeling.load import load_causal_lm
 from verl_mt.modeling.weights import named_weights
@@ -91,8 +92,7 @@ def sglang(overrides: tuple[str, ...]) -> Any:
 def vllm(overrides: tuple[str, ...]) -> Any:
     """What vLLM's process is started with."""
     config = compose(["actor_rollout_ref.rollout.name=vllm", *overrides])
-    found = {"version": vllm_options.TESTED, "arguments": []}
-    with mock.patch.object(vllm_options, "_found", lambda python: found):
+    with mock.patch.object(vllm_options, "_found", lambda python: {"version": VLLM.newest, "arguments": []}):
         return vllm_options.VLLMOptions.from_config(
             config.actor_rollout_ref, end_token_ids=[1], max_model_len=99, seed=3
         ).arguments()

@@ -102,6 +102,8 @@ def outcome(run: Callable[[Sequence[str]], None], words: Sequence[str], seen: Pa
     """
     os.environ[SEEN] = str(seen)
     status: Any = 0
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             run(words)
@@ -109,6 +111,8 @@ def outcome(run: Callable[[Sequence[str]], None], words: Sequence[str], seen: Pa
             status = end.code
         finally:
             HydraConfig.instance().cfg = None  # each expects to be the only program of its process
+            root.handlers[:] = handlers
+            root.setLevel(level)
             for name in ("hydra", "__main__"):
                 logging.getLogger(name).setLevel(logging.NOTSET)
     return int(status or 0), seen.read_text().splitlines() if seen.exists() else [], out.getvalue() + err.getvalue()

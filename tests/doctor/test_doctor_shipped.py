@@ -66,23 +66,10 @@ def stand_ins(config: Path, folder: Path) -> list[str]:
         return ["data.train_max_samples=4096", *([f"{RATE}=3e-4"] if config.stem == "ppo_trainer" else [])]
     name = config.stem
     recipe = name.partition("_")[0] if config.parent == EXPERIMENTS else config.parents[1].name
-    extra: dict[str, object] = {}
-    if recipe == "gsm8k" and "tiny" not in name:
-        extra["interaction_kwargs"] = {"name": "gsm8k", "query": "1?", "ground_truth": "1"}
-    if recipe == "gsm8k" and "interaction" not in name and "tiny" not in name:
-        extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
-    if "tiny" in name:
-        extra["interaction_kwargs"] = {"ground_truth": "1"}
-    row = {
-        "data_source": "searchR1_nq" if recipe == "search" else "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "What is 1?"}],
-        "reward_model": {"ground_truth": {"target": ["1"]} if recipe == "search" else "1"},
-        "solution": "#### 1",
-        "extra_info": extra,
-    }
     rows, held_out = folder / "rows.jsonl", folder / "val.jsonl"
-    rows.write_text((json.dumps(row) + "\n") * NUM_ROWS)
-    held_out.write_text(json.dumps({**row, "prompt": [{"role": "user", "content": "And what is 1, held out?"}]}) + "\n")
+    made = [json.dumps(_row(recipe, name, number)) + "\n" for number in range(NUM_ROWS)]
+    rows.write_text("".join(made))
+    held_out.write_text(json.dumps(_row(recipe, name, NUM_ROWS)) + "\n")
     small = [f"actor_rollout_ref.model.path={tiny_copy(folder, max_position_embeddings=32768)}", f"{RATE}=3e-4"]
     return [
         f"data.train_files={rows}",
@@ -90,6 +77,24 @@ def stand_ins(config: Path, folder: Path) -> list[str]:
         "trainer.device=auto",
         *([] if "boxes" in name else small),
     ]
+
+
+def _row(recipe: str, name: str, number: int) -> dict[str, object]:
+    truth = str(number + 1)
+    extra: dict[str, object] = {}
+    if recipe == "gsm8k" and "tiny" not in name:
+        extra["interaction_kwargs"] = {"name": "gsm8k", "query": f"{number} + 1?", "ground_truth": truth}
+    if recipe == "gsm8k" and "interaction" not in name and "tiny" not in name:
+        extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}
+    if "tiny" in name:
+        extra["interaction_kwargs"] = {"ground_truth": truth}
+    return {
+        "data_source": "searchR1_nq" if recipe == "search" else "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"What is {number} plus 1?"}],
+        "reward_model": {"ground_truth": {"target": [truth]} if recipe == "search" else truth},
+        "solution": f"#### {truth}",
+        "extra_info": extra,
+    }
 
 
 def kind(config: Path) -> str:

@@ -19,9 +19,9 @@ from tables import before_release
 
 from verl_mt.errors import VerlMTError
 from verl_mt.extensions.inspection.doctor.findings import Finding
-from verl_mt.extensions.inspection.doctor.forms import truth_text
 from verl_mt.extensions.inspection.doctor.meaning import wrong_text
 from verl_mt.extensions.inspection.doctor.oversights import _rates, _tools_named
+from verl_mt.extensions.inspection.doctor.row_contents import truth_text
 
 REPO = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -143,7 +143,7 @@ MORE = {
     ),
     "question that ends with its answer": Mistake(
         each_row("row['prompt'][1]['content'] += ' Answer: ' + row['reward_model']['ground_truth']"),
-        "prompts' words", ("end with their own answer", "'Answer: 300'"),
+        "prompts' words", ("hold their own answer", "'Answer: 300'"),
     ),
     "prompt column as JSON text": Mistake(
         each_row("row['prompt'] = __import__('json').dumps(row['prompt'])"),
@@ -264,7 +264,7 @@ def test_names_of_tools_are_read_from_sentences_about_tools(system, names):
 @pytest.mark.parametrize(
     ("truth", "text", "wrong"),
     [
-        ("325", "325", "326"), (7, "7", "8"), (2.5, "2.5", "3.5"), ("1,200", "1,200", "1201"), ("$5", "$5", "$6"),
+        ("325", "325", "651"), (7, "7", "15"), (2.5, "2.5", "6.0"), ("1,200", "1,200", "2401"), ("$5", "$5", "$11"),
         ("B", "B", "C"), ("yes", "yes", "no"), ({"target": ["Paris", "paris"]}, "Paris", "something else"),
         (None, None, None), ('{"inputs": []}', None, None), ("line\nline", None, None), ([], None, None),
     ],

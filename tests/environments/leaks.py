@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import itertools
 import json
+import locale
+import logging
 import os
 import random
 import sqlite3
 import tempfile
 import threading
 import time
+import warnings
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -357,6 +361,190 @@ class Unseeded(Base):
             word: what
         """
         return str(random.SystemRandom().random())
+
+
+class WritesNumbers(Base):
+    """For leaks in what `write` says."""
+
+    def write(self, word: int) -> str:
+        """Write.
+
+        Args:
+            word: what
+        """
+        return str(self._said(word))
+
+    def _said(self, word: int) -> Any:
+        raise NotImplementedError
+
+
+_OF_THREAD: dict[int, list[str]] = {}
+
+
+class KeyedByThread(WritesNumbers):
+    def _said(self, word: int) -> Any:
+        notes = _OF_THREAD.setdefault(threading.get_ident(), [])
+        notes.append(str(word))
+        return notes
+
+
+_SHARED: contextvars.ContextVar[list[str]] = contextvars.ContextVar("shared", default=[])  # noqa: B039
+
+
+class ContextVariable(WritesNumbers):
+    def _said(self, word: int) -> Any:
+        _SHARED.get().append(str(word))
+        return _SHARED.get()
+
+
+class SharedLock(Base):
+    """The next one waits until this one is closed."""
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.lock.acquire()
+        return super().reset(seed)
+
+    def close(self) -> None:
+        if self.lock.locked():
+            self.lock.release()
+
+
+def _numbers() -> Any:
+    yield from range(1, 1_000_000)
+
+
+class SharedGenerator(WritesNumbers):
+    numbers = _numbers()
+
+    def _said(self, word: int) -> Any:
+        return next(self.numbers)
+
+
+class ClosesForAll(WritesNumbers):
+    """The one that ends first closes what all use."""
+
+    closed = False
+
+    def _said(self, word: int) -> Any:
+        return "closed" if ClosesForAll.closed else word
+
+    def close(self) -> None:
+        ClosesForAll.closed = True
+
+
+class DrawnAtImport(WritesNumbers):
+    secret = random.SystemRandom().randint(0, 10**9)
+
+    def _said(self, word: int) -> Any:
+        return self.secret
+
+
+class OrderOfASet(WritesNumbers):
+    def _said(self, word: int) -> Any:
+        return list({"lamp", "pen", "book", "cup", "ink", "key"})
+
+
+class WorkingDirectory(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        os.chdir(tempfile.gettempdir())
+        return super().reset(seed)
+
+
+class Umask(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        os.umask(0o077)
+        return super().reset(seed)
+
+
+class SetsVariable(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        os.environ["SHOP_MODE"] = "test"
+        return super().reset(seed)
+
+
+class WarningFilters(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        warnings.simplefilter("error")
+        return super().reset(seed)
+
+
+class Locale(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        locale.setlocale(locale.LC_ALL, "C.UTF-8" if locale.setlocale(locale.LC_ALL) == "C" else "C")
+        return super().reset(seed)
+
+
+class Patches(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        time.monotonic_ns = lambda: seed  # type: ignore[assignment]
+        return super().reset(seed)
+
+
+class LeavesThreads(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        return super().reset(seed)
+
+
+_KEPT: list[Any] = []
+
+
+class LeavesFiles(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        _KEPT.append(tempfile.TemporaryFile())  # noqa: SIM115
+        return super().reset(seed)
+
+
+class LogHandlers(Base):
+    def __init__(self) -> None:
+        logging.getLogger("shop").addHandler(logging.NullHandler())
+
+
+class SeedsTorch(Base):
+    def reset(self, seed: int, **row: Any) -> str:
+        import torch
+
+        torch.manual_seed(seed)
+        return super().reset(seed)
+
+    def write(self, word: int) -> str:
+        """Write.
+
+        Args:
+            word: what
+        """
+        import torch
+
+        return str(word + int(torch.randint(0, 100, ())))
+
+
+class SeedsNumpy(WritesNumbers):
+    def reset(self, seed: int, **row: Any) -> str:
+        import numpy
+
+        numpy.random.seed(seed)
+        return super().reset(seed)
+
+    def _said(self, word: int) -> Any:
+        import numpy
+
+        return numpy.random.randint(0, 10**6)
+
+
+class FixedFile(WritesNumbers):
+    """Begins each episode with an empty file: only one may live at a time."""
+
+    path = Path(tempfile.gettempdir()) / f"shop-{os.getpid()}.txt"
+
+    def reset(self, seed: int, **row: Any) -> str:
+        self.path.write_text("")
+        return super().reset(seed)
+
+    def _said(self, word: int) -> Any:
+        self.path.write_text(self.path.read_text() + f"{word} ")
+        return self.path.read_text()
 
 
 # ---- healthy

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 from environment_lab import call, environments_of, play, words_of
+from two_steps import RO, train_two_steps
 
-from verl_mt.config.compose import compose
-from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.trajectory import StopReason
 from verl_mt.environments.kinds import build_kind
 from verl_mt.errors import ConfigError, DataError, PluginError
-from verl_mt.trainer.build import build_trainer
+from verl_mt.extensions.environments.reasoning import ReasoningGym
 
-RO = "actor_rollout_ref.rollout"
 CLOSED: list[str] = []
 
 
@@ -190,19 +188,18 @@ def test_textarenas_games_show_only_what_is_new():
 def test_each_is_trained_for_two_steps(tmp_path, package, path, config):
     if package is not None:
         pytest.importorskip(package, reason=f"needs the package {package}")
-    words = [
-        f"{RO}.environment.path={path}", f"{RO}.environment.config={config}",
-        f"{RO}.tool_kwargs.tools_config_file=null",
-        "data.train_files=verl_mt.environments.seeds:rows", "data.val_files=null", "data.train_batch_size=2",
-        f"{RO}.n=2", "trainer.total_training_steps=2", "trainer.logger=[]", "trainer.export_at_end=False",
-        "trainer.save_freq=-1", "trainer.num_threads=1", "data.max_prompt_length=1500", f"{RO}.response_length=400",
-        f"{RO}.max_tokens_per_turn=16", f"{RO}.max_model_len=1950", f"trainer.default_local_dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    trainer = build_trainer(compose(words))
-    try:
-        trainer.fit()
-    finally:
-        trainer.close()
-    rows = [row for file in row_files(tmp_path / "run") for row in read_rows(file.path)]
-    assert len(rows) == 8 and not [row["error"] for row in rows if row["error"]]
-    assert all(row["reward"] is not None for row in rows)
+    train_two_steps(tmp_path, f"{RO}.environment.path={path}", f"{RO}.environment.config={config}")
+
+
+def test_the_answer_of_reasoning_gym_may_stand_in_another_form():
+    for pattern, said in (("#### (", "is no regular expression"), ("####", "has 0 groups. It needs one")):
+        with pytest.raises(PluginError, match=said):
+            ReasoningGym("chain_sum", answer_pattern=pattern)
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    config = {"task": "chain_sum", "max_terms": 2, "max_digits": 1}
+    answer = ReasoningGym(**config)
+    answer.reset(seed=1)
+    told = f"#### {answer._entry['answer']}"
+    for changed, right in (({"answer_pattern": r"#### *(\S+)"}, True), ({}, False)):
+        (done,) = play(ReasoningGym, [told], {"seed": 1}, config=config | changed)
+        assert (done.reward == 1.0) is right

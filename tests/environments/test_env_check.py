@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import leaks
 import pytest
 
+from verl_mt.environments.kinds import build_kind
+from verl_mt.extensions.environments import check as checking
 from verl_mt.extensions.environments.check import check, main
+from verl_mt.extensions.environments.probing import Script, find_actions, in_child, what_stays
 
 FILE = Path(leaks.__file__)
 ISOLATION = ("isolation of resets", "isolation of siblings", "isolation of processes")
 WITHIN = {
     "ClassAttribute", "ClassCounter", "ModuleGlobal", "MutatedDefault", "SharedDatabase", "DatabaseInMemory",
     "TempFolder", "CachedSession", "CachedFunction", "GlobalRandom", "ProcessEnvironment", "DoneForAll", "Numbers",
-    "OneObject", "ScoreOfAll", "SharedState", "SharedBoard", "SharedBuffer",
+    "OneObject", "ScoreOfAll", "SharedState", "SharedBoard", "SharedBuffer", "KeyedByThread", "ContextVariable",
+    "SharedLock", "SharedGenerator", "ClosesForAll", "SeedsTorch", "SeedsNumpy", "FixedFile",
 }  # fmt: skip
 """Leaks inside one process."""
 OUTSIDE = {"WorkingFolder", "SharedServer", "Unseeded"}
 """What a new process does not undo."""
+AT_IMPORT = {"DrawnAtImport", "OrderOfASet"}
+"""What only a new interpreter shows."""
+LEFT = {
+    "WorkingDirectory": "the working directory ", "Umask": "the umask ", "SetsVariable": "variables (SHOP_MODE)",
+    "WarningFilters": "the filters of warnings", "Locale": "the locale ", "Patches": "time.monotonic_ns, which",
+    "LeavesThreads": "4 more threads after 4 closed", "LeavesFiles": "4 more open files or connections after 4",
+    "LogHandlers": "4 more handlers of loggers after 4", "SeedsTorch": "the generator of torch",
+}  # fmt: skip
+"""What an episode leaves in its process -> what is said of it."""
 HEALTHY = {
     "Plain", "OwnDatabase", "OwnFolder", "CountsItself", "LoadsOnce", "CopiesTheBoard", "OwnRandom", "Asynchronous",
     "DeepFork", "Raises",
@@ -40,7 +54,10 @@ def some(names: set[str], of_every_commit: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", some(WITHIN, {"ClassAttribute", "SharedDatabase", "GlobalRandom"}))
-def test_a_leak_within_a_process_is_found(name):
+def test_a_leak_within_a_process_is_found(name, monkeypatch):
+    if name == "SharedLock":  # each sibling waits for a whole deadline
+        monkeypatch.setattr(checking, "SIBLINGS", 4)
+        monkeypatch.setattr(checking, "_DEADLINE_S", 3.0)
     found = wrong(name)
     assert set(found) & set(ISOLATION), found
     assert f"({name})" in next(iter(found.values())) and "leaks.py:" in next(iter(found.values()))
@@ -51,6 +68,53 @@ def test_a_leak_out_of_the_process_and_unseeded_numbers_are_found(name, tmp_path
     monkeypatch.chdir(tmp_path)
     found = wrong(name)
     assert "keeps state outside of the process" in found["determinism"] and f"({name})" in found["determinism"]
+
+
+@pytest.mark.parametrize("name", some(AT_IMPORT, {"OrderOfASet"}))
+def test_what_only_a_new_interpreter_shows_is_found(name, monkeypatch):
+    monkeypatch.setattr(checking, "SIBLINGS", 4)
+    assert f"({name}): the same actions in a new interpreter gave" in wrong(name)["determinism"]
+
+
+def left_by(name: str) -> tuple[list[str], list[str]]:
+    """What episodes change in their process, and what they use of it."""
+    kind = build_kind(f"{FILE}:{name}", {}, timeout_s=8.0)
+    actions = in_child(partial(find_actions, kind, {"seed": 1}, 4, 0))
+    return in_child(partial(what_stays, kind, [Script({"seed": 1 + number % 2}, actions) for number in range(5)]))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in sorted(LEFT)])
+def test_what_an_episode_leaves_in_its_process_is_found(name):
+    changed, used = left_by(name)
+    assert len(changed) == 1 and LEFT[name] in changed[0] and used == []
+
+
+@pytest.mark.slow
+def test_global_generators_that_only_the_environment_reads_are_a_note():
+    assert left_by("SeedsNumpy") == ([], ["the generator of numpy, which all code shares"])
+    assert left_by("Plain") == ([], [])
+
+
+OTHERS = [
+    ("gymnasium", "gymnasium", {"env": "Taxi-v4", "render_mode": "ansi"}),
+    ("gymnasium", "gymnasium", {"env": "FrozenLake-v1", "render_mode": "ansi"}),
+    ("gymnasium", "gymnasium", {"env": "CliffWalking-v1", "render_mode": "ansi"}),
+    ("gymnasium", "gymnasium", {"env": "Blackjack-v1"}),
+    ("reasoning_gym", "reasoning_gym", {"task": "spell_backward"}),
+    ("reasoning_gym", "reasoning_gym", {"task": "basic_arithmetic"}),
+    ("reasoning_gym", "reasoning_gym", {"task": "letter_counting"}),
+    ("textarena", "textarena", {"game": "FrozenLake-v0"}),
+    ("textarena", "textarena", {"game": "GuessTheNumber-v0"}),
+    ("textarena", "textarena", {"game": "TowerOfHanoi-v0"}),
+]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(("package", "path", "config"), OTHERS, ids=[str(next(iter(c.values()))) for *_, c in OTHERS])
+def test_environments_of_other_projects_raise_no_alarm(package, path, config, monkeypatch):
+    pytest.importorskip(package, reason=f"needs the package {package}")
+    monkeypatch.setattr(checking, "SIBLINGS", 6)
+    assert [str(line) for line in check(path, config) if line.verdict == "wrong"] == []
 
 
 @pytest.mark.parametrize("name", some(HEALTHY, {"OwnDatabase", "DeepFork"}))
@@ -80,7 +144,7 @@ def test_a_close_that_needs_a_reset_which_failed_is_found():
 def test_the_command_prints_a_line_for_each_look_and_its_status(capsys):
     assert main(["check", f"{FILE}:Plain", "--row", '{"seed": 3}']) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:5].strip() for line in lines] == ["ok"] * 5 + ["note"] * 4
+    assert [line[:5].strip() for line in lines] == ["ok"] * 5 + ["note", "ok"] + ["note"] * 3
     assert "cost of a reset" in lines[-2] and "picklable: yes" in lines[-1]
     assert main(["check", f"{FILE}:Plane"]) == 2 and "has no 'Plane'" in capsys.readouterr().err
     assert main(["check", f"{FILE}:Plain", "--row", "{}"]) == 2

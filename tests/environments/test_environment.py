@@ -462,6 +462,70 @@ def test_a_done_that_raises_fails_its_trajectory_and_names_class_and_line():
     assert "(Broken.done) of trajectory s.00000.00: RuntimeError: lost" in failed.error
 
 
+@pytest.mark.parametrize("value", ["yes", 2, None])
+def test_a_done_that_is_neither_true_nor_false_fails_its_trajectory(value):
+    class Unclear(Says):
+        def go(self) -> str:
+            """Go."""
+            EVENTS.append("went")
+            self.done = value
+            return "gone"
+
+        def reply(self, text: str) -> str:
+            EVENTS.append("replied")
+            return "more"
+
+    (failed,) = play(Unclear, [call("go") + call("go"), call("go"), "never"], {"said": "hi"})
+    assert EVENTS == ["went"] and failed.stop_reason is StopReason.ERROR and failed.num_turns == 1
+    assert "(Unclear) of trajectory s.00000.00: done must be True or False" in failed.error
+    assert "test_environment.py:" in failed.error
+
+
+def test_a_call_that_is_too_late_may_have_ended_the_episode():
+    class Ends(Game):
+        def fall(self) -> str:
+            """Fall."""
+            self.done = True
+            time.sleep(0.5)
+            return "late"
+
+        def drift(self) -> str:
+            """Drift."""
+            time.sleep(0.3)
+            self.done = True
+            return "late"
+
+    (done,) = play(Ends, [call("fall"), call("add", amount=1), "never"], timeout_s=0.2)
+    assert done.stop_reason is StopReason.ENVIRONMENT and done.num_turns == 1 and EVENTS == ["1 reset"]
+
+    @function_tool
+    async def rest() -> str:
+        """Rest."""
+        await asyncio.sleep(0.15)
+        return "rested"
+
+    turns = [call("drift"), call("rest"), call("add", amount=1), "never"]
+    (done,) = play(Ends, turns, timeout_s=0.2, tools=ToolSet([rest]))
+    texts = [content for role, content in words_of(done) if role == "tool"]
+    assert texts[-1] == "not run: the episode is over" and done.stop_reason is StopReason.ENVIRONMENT
+
+
+def test_a_failed_call_is_made_again_only_where_the_class_says_so():
+    class Once(Says):
+        def buy(self) -> str:
+            """Buy."""
+            EVENTS.append("bought")
+            raise RuntimeError("the answer was lost")
+
+    class Again(Once):
+        repeatable = True
+
+    for kind, times in ((Once, 1), (Again, 3)):
+        EVENTS.clear()
+        (done,) = play(kind, [call("buy"), "no"], {"said": "hi"}, retries=2)
+        assert ["bought"] * times == EVENTS and done.counters.get("tools/buy/retries", 0) == times - 1
+
+
 def test_a_constructor_or_reset_that_raises_or_hangs_fails_its_trajectory():
     class Hangs(Game):
         def reset(self, seconds: float, **row: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import maze
 import pytest
+import warm_start
 
 import verl_mt
 from verl_mt.config.compose import compose
@@ -95,7 +96,7 @@ def command(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     words = (*SMALL, f"trainer.default_local_dir={tmp_path / 'run'}", f"{RO}.environment.path={MAZE}:Maze", *words)
     # What the children say is only shown when the test fails.
     with (tmp_path / "output").open("w") as output:
-        return subprocess.Popen(
+        return warm_start.Popen(
             [sys.executable, "-m", "verl_mt.trainer", *words], cwd=tmp_path, stdout=output, stderr=output, text=True
         )
 
@@ -170,6 +171,11 @@ def test_a_class_of_a_python_call_is_trained_and_its_rows_are_seeds(tmp_path, no
             "Maze has a method `reply`",
         ),
         (
+            [f"{RO}.environment.path={MAZE}:Maze", "data.apply_chat_template=False"],
+            ConfigError,
+            "data.apply_chat_template=False has no effect unless",
+        ),
+        (
             [f"{RO}.environment.path={MAZE}:Maze", "data.train_files=verl_mt.tiny.problems:rows"],
             DataError,
             "(Maze.reset) wants 'seed', which the row has not. Add the column seed",
@@ -180,3 +186,13 @@ def test_what_cannot_be_is_said_before_anything_is_sampled(tmp_path, words, erro
     with pytest.raises(error) as caught:
         build_trainer(compose([*SMALL, f"trainer.default_local_dir={tmp_path / 'run'}", *words])).close()
     assert text in str(caught.value)
+
+
+def test_a_class_of_a_python_call_is_not_found_by_rollout_workers_and_that_is_said_at_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        verl_mt.train(
+            environment=maze.Maze, rollout__num_workers=2, total_training_steps=1, save_freq=-1, logger=[],
+            default_local_dir=str(tmp_path / "run"),
+        )  # fmt: skip
+    assert "num_workers=2: Maze is an object of this Python call (maze.Maze)" in str(caught.value)
+    assert "pass 'my_file.py:Maze', or set actor_rollout_ref.rollout.num_workers=0" in str(caught.value)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_mt.config.compose import compose
 from verl_mt.data.dataset import load_rows
-from verl_mt.extensions.inspection.check_template import main as check_template
+from verl_mt.extensions.inspection.check_template import run as check_template
 from verl_mt.extensions.supervised import sft
 from verl_mt.modeling.passes import choose_passes, decoder_of
 from verl_mt.modeling.shared_prefix import can_share_prefixes

@@ -51,7 +51,7 @@ def test_the_trained_tokens_of_the_worst_rollout_are_two_clicks_away(browser, ru
 
 
 def test_arrow_keys_go_from_token_to_token_and_escape_lets_go(browser, run):
-    with Opened(browser, address(run) + "#/rollout/0/s000004.00000.01") as page:
+    with Opened(browser, address(run) + "#/rollout/0/s000004.00000.01?view=tokens") as page:
         page.wait_for_selector(".stream")
         page.locator(".stream .t").first.focus()
         for _ in range(3):
@@ -71,8 +71,8 @@ def test_each_planted_oddity_is_found_by_its_filter(browser, run):
 
 
 def test_the_conversation_shows_the_finding_the_clip_and_the_call(browser, run):
-    with Opened(browser, address(run) + "#/rollout/0/s000004.00000.02") as page:
-        page.wait_for_selector(".stream")
+    with Opened(browser, address(run) + "#/rollout/0/s000004.00000.02?view=messages") as page:
+        page.wait_for_selector(".reading")
         assert "retokenized" in page.locator(".note.warn").inner_text()
         page.get_by_role("button", name="token 9").click()
         assert facts(page)["position"] == "9"
@@ -82,7 +82,7 @@ def test_the_conversation_shows_the_finding_the_clip_and_the_call(browser, run):
         page.locator(".stream .t.clipped").click()
         assert facts(page)["clipped in the update"].startswith("yes")
         assert float(facts(page)["ratio trainer / sampler"]) == pytest.approx(4, rel=1e-2)
-        page.goto(address(run) + "#/rollout/0/s000004.00001.00")
+        page.goto(address(run) + "#/rollout/0/s000004.00001.00?view=messages")
         page.wait_for_selector(".call.failed")
         call = page.locator(".call").inner_text()
         assert "the tool's fault" in call and "250 ms" in call and '"query"' in call
@@ -121,7 +121,7 @@ def test_the_question_is_in_view_and_the_tools_are_folded(browser, tmp_path):
     lab.write(1, [lab.row(trajectory, 1)])
     lab.texts()
     main([str(lab.folder)])
-    with Opened(browser, address(lab) + f"#/rollout/0/{trajectory.trajectory_id}") as page:
+    with Opened(browser, address(lab) + f"#/rollout/0/{trajectory.trajectory_id}?view=tokens") as page:
         page.wait_for_selector(".stream")
         folded = page.locator(".stream .block.folded h4").all_text_contents()
         assert len(folded) == 1 and folded[0].startswith("tools, as the template writes them")
@@ -192,7 +192,7 @@ def test_every_record_of_a_rewritten_history_has_its_own_tokens(browser, tmp_pat
     lab.texts()
     main([str(lab.folder)])
     texts = {token_id: text for text, token_id in lab.vocabulary.ids.items()}
-    with Opened(browser, address(lab) + f"#/rollout/0/{first.trajectory_id}") as page:
+    with Opened(browser, address(lab) + f"#/rollout/0/{first.trajectory_id}?view=tokens") as page:
         page.wait_for_selector(".stream")
         assert "record 1: columns of one record differ" in page.locator(".note.bad").inner_text()
         assert "Record 2 of 2" in page.locator("section.record h3").last.inner_text()
@@ -256,7 +256,7 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
         page.select_option("#t-step", "2")
         page.wait_for_function("() => location.hash.endsWith('/2')")
         page.locator("svg .loop_thread").first.click()
-        page.wait_for_selector(".stream")
+        page.wait_for_selector(".reading")
 
 
 SECONDS = 3.13
@@ -410,11 +410,13 @@ def test_text_of_a_rollout_is_shown_and_never_run(browser, tmp_path):
         page.fill("#search", "window.harmed=3")
         page.wait_for_function("() => document.getElementById('search-status').textContent.startsWith('1 ')")
         page.locator("td.c-id a").click()
+        page.wait_for_selector(".reading")
+        assert EVIL in page.locator(".reading .role-tool pre").last.inner_text()
+        page.get_by_role("button", name="Tokens", exact=True).click()
         page.wait_for_selector(".stream")
-        shown = page.locator("main").inner_text()
-        assert EVIL in page.locator(".call pre").last.inner_text()
-        assert "<script>window.harmed=1</script>" in shown
-        assert page.locator(".stream script, .stream img, .stream iframe, .stream svg").count() == 0
+        assert "<script>window.harmed=1</script>" in page.locator("main").inner_text()
+        kinds = [f"{place} {kind}" for place in (".stream", ".reading") for kind in ("script", "img", "iframe", "svg")]
+        assert page.locator(", ".join(kinds)).count() == 0
         page.get_by_role("link", name="Timeline of the step").click()
         page.wait_for_selector("svg.timeline")
         page.get_by_role("link", name="Prompts", exact=True).click()
@@ -442,8 +444,8 @@ def test_every_view_fits_its_width_and_text_stands_out(browser, run, width, sche
         for view in (
             "",
             "rollouts",
-            "rollout/0/s000004.00000.02",
-            "rollout/0/s000004.00001.00",
+            "rollout/0/s000004.00000.02?view=tokens",
+            "rollout/0/s000004.00001.00?view=messages",
             "prompts",
             f"prompt/{prompt_of(run, 4)}?left=0%2Fs000004.00001.00&right=0%2Fs000004.00001.01",
             "timeline/0/4",
@@ -519,7 +521,7 @@ def test_thousands_of_rollouts_open_and_are_searched(browser, tmp_path, number):
         )
         searched_s = time.monotonic() - begun
         page.locator("td.c-id a").click()
-        page.wait_for_selector(".stream")
-        assert "zzqx9871" in page.locator(".stream").inner_text()
+        page.wait_for_selector(".reading")
+        assert "zzqx9871" in page.locator(".reading").inner_text()
         assert page.locator("dl.facts").inner_text().count("\n") > 6
     print(f"built in {built_s:.1f} s, {size:.1f} MB, opened in {opened_s:.2f} s, searched in {searched_s:.2f} s")

@@ -85,7 +85,7 @@ def test_two_samples_of_a_group_are_compared(browser, run):
             own = {word for mark in marks(page, tag) for word in mark.split()}
             assert own & set(row["messages"][-1]["content"].split())
         page.locator(".both a").last.click()
-        page.wait_for_selector(".stream")
+        page.wait_for_selector(".reading")
         page.get_by_role("link", name="This prompt", exact=True).click()
         page.wait_for_selector(".both")
 

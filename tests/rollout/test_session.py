@@ -204,6 +204,7 @@ def test_a_request_names_the_turn_and_says_all_limits(clock):
     assert (first.request_id, second.request_id) == ("t/2/1", "t/2/2")
     assert (first.session_id, second.session_id) == ("t", "t") and first.media == second.media == {}
     assert (first.deadline_s, second.deadline_s) == (25.0, 10.0)
+    assert (first.limit_s, second.limit_s) == (40.0, 10.0)
     digests = [hashlib.blake2b(f"3/t/{turn}/0".encode(), digest_size=8).digest() for turn in (1, 2)]
     seeds = [int.from_bytes(digest, "big") // 2 for digest in digests]
     assert first.sampling == replace(sampling, max_new_tokens=27, seed=seeds[0], stop=("a", "b", "c"))

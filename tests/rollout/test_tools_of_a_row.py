@@ -82,6 +82,14 @@ def test_a_row_without_a_selection_gets_all_tools_and_one_with_an_empty_selectio
     assert answers(none) == ["<error>tool 'north' is not available here. Available: (none)</error>"] and RUNS == []
 
 
+def test_the_prompt_shows_some_of_the_tools_that_a_row_may_call():
+    done = roll_out([call("south", 1), "done"], prompt_tools=["north"])
+    assert "Go north." in prompt_text(done) and "Go south." not in prompt_text(done)
+    assert answers(done) == ["south 1"] and RUNS == ["south 1"]
+    failed = roll_out(["done"], tool_selection=["north"], prompt_tools=["south"])
+    assert "row 4: extra_info.prompt_tools: unknown tool 'south'; did you mean 'north'?" in failed.error
+
+
 def test_a_row_that_selects_what_does_not_exist_fails_alone_and_says_so():
     failed = roll_out(["done"], tool_selection=["nroth"])
     assert failed.stop_reason is StopReason.ERROR

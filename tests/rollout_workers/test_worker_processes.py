@@ -210,6 +210,8 @@ def test_requests_for_an_engine_of_the_trainers_process_come_to_it(tmp_path):
     trainer.fit()
     assert versions == [{-1, 0}, {-1, 1}]
     assert all(line["rollout/logprob_diff_max"] < 1e-3 for line in metrics_of(run))
+    # A tiny model samples for more than the 50 ms after which the worker has looked at its loop.
+    assert all(0 <= line["rollout/event_loop_lag_p99_ms"] < 60_000 for line in metrics_of(run))
 
 
 def test_a_script_that_counts_arrivals_stays_where_they_are_counted():

@@ -147,7 +147,7 @@ def test_a_mixture_of_experts_cannot_be_copied_for_sampling_which_is_said_before
     config = Qwen3MoeConfig(vocab_size=500, num_key_value_heads=1, **sizes, **experts)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
     monkeypatch.setattr(build, "build_workers", lambda *args, **kwargs: pytest.fail("the model was loaded"))
-    with pytest.raises(ConfigError, match=r"max_staleness=2: the checkpoint .*experts\.0\..* use .*name=sglang"):
+    with pytest.raises(ConfigError, match=r"max_staleness=2: .* its checkpoint .*experts\.0\..* Set .*name=sglang"):
         build_trainer(compose([AHEAD, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]))
 
 

@@ -288,8 +288,10 @@ def test_a_bucket_is_for_who_asks_rank_0(rank):
 
 
 @pytest.mark.parametrize("receives", [True, False])
-def test_every_rank_gathers_all_weights_and_gives_them_to_its_own_engines(receives):
+def test_every_rank_gathers_all_weights_and_gives_them_to_its_own_engines(monkeypatch, receives):
     worker, calls = rank_of(Ranks(1, 2))
+    # The engine takes its cache back next.
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(("memory", "given back")))
     gathered, given_to = [], []
     worker._buckets = lambda: [{"a": 1}, {"b": 2}]
     worker._gather = lambda bucket, converted: gathered.append((*bucket, converted)) or bucket
@@ -305,7 +307,8 @@ def test_every_rank_gathers_all_weights_and_gives_them_to_its_own_engines(receiv
     assert gathered == [("a", receives or None), ("b", receives or None)]
     assert told == (["told"] if receives else [])
     assert given_to == ([(("a", 1), 5, 8, receivers[1])] if receives else [])
-    assert names(calls) == [("actor", "onload"), ("actor", "offload"), ("critic", "offload")]
+    told_of = [("actor", "onload"), ("actor", "offload"), ("critic", "offload"), ("memory", "given back")]
+    assert names(calls) == told_of
 
 
 @pytest.mark.parametrize("rank", [0, 1])

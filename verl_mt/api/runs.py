@@ -19,6 +19,9 @@ from verl_mt.evaluate import config_of
 from verl_mt.plugins import extension_function, objects_given
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
+
     from verl_mt.data.trajectory import Trajectory
     from verl_mt.trainer.inference import Measured
 
@@ -58,6 +61,33 @@ class Run:
         if not found:
             raise KeyError(f"{name} is in no line of {self.folder / 'metrics.jsonl'}")
         return found
+
+    def plot(self, *names: str) -> Figure:
+        """Draw curves over the steps: `run.plot("reward/mean")`. Needs `pip install 'verl_mt[report]'`.
+
+        Args:
+            names: of metrics. Without any: the mean reward and the accuracies.
+
+        Returns:
+            A plotly figure, which a notebook shows. `figure.write_html("curves.html")` writes it.
+
+        Raises:
+            KeyError: it was never measured.
+        """
+        return extension_function("plot")(self, names)
+
+    @property
+    def rollouts(self) -> DataFrame:
+        """All conversations that were written, as a pandas data frame with a row for each. Needs `pip install
+        'verl_mt[report]'`. Columns: `step`, `split` (`train`, `val`, `val_greedy`), `question`, `answer`,
+        `ground_truth`, `reward`, `stop_reason`, `turns`, `calls`, `failed_calls`, `sampled_tokens`, `error`,
+        `messages`, ids, and `reward/NAME` for each part of the reward. It reads every token of the run: of a large run
+        read `rollouts/` instead (docs/rollout_rows.md).
+
+        Raises:
+            DataError: a damaged file of rollout rows.
+        """
+        return extension_function("rollouts")(self.folder)
 
     @property
     def steps(self) -> int:
@@ -105,10 +135,8 @@ class Run:
             out: the file; None = `report.html` in the run's directory.
             beside: other runs, for curves side by side.
         """
-        others = [str(run.folder if isinstance(run, Run) else run) for run in beside]
-        written: list[Path] = extension_function("report")(
-            [str(self.folder), *others], None if out is None else str(out)
-        )
+        runs = [str(run.folder if isinstance(run, Run) else run) for run in (self, *beside)]
+        written: list[Path] = extension_function("report")(runs, None if out is None else str(out))
         return written[0]
 
     def __repr__(self) -> str:
@@ -213,14 +241,9 @@ def evaluated(
 class Finding(Protocol):
     """One line of an examination: what was looked at, `ok`, `warning` or `error`, and what was found."""
 
-    @property
-    def check(self) -> str: ...
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def text(self) -> str: ...
+    check: str
+    status: str
+    text: str
 
 
 class Examination:

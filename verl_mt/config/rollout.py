@@ -272,7 +272,9 @@ class RolloutConfig(Section):
     max_tokens_per_turn: int | None = option(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
     max_model_len: int | None = option(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
     max_seconds: float | None = option(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
-    request_timeout_s: float = option(600.0, "Deadline of one engine request in seconds.", min=0.001)
+    request_timeout_s: float = option(
+        600.0, "Deadline in seconds of an engine request; SGLang and vLLM: seconds without a token of it.", min=0.001
+    )
     max_concurrent: int | None = option(
         None,
         "Trajectories that live at once; null = all, with the local engine as many of a step as `max_num_seqs`.",

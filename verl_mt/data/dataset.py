@@ -1,8 +1,8 @@
 """Rows: parquet, JSON and JSON Lines files, or a Python function, in verl's schema.
 
 A row has `prompt` (messages, or one text), `data_source`, `reward_model: {ground_truth}` (or a column `ground_truth`)
-and optionally `extra_info` with `tools_kwargs`, `interaction_kwargs`, `need_tools_kwargs`, `tool_selection`, and
-`images` and `videos` for the places `<image>` and `<video>` of the prompt. Every row
+and optionally `extra_info` with `tools_kwargs`, `interaction_kwargs`, `need_tools_kwargs`, `tool_selection`,
+`prompt_tools`, and `images` and `videos` for the places `<image>` and `<video>` of the prompt. Every row
 is checked when it is loaded: what is wrong is said before the first training step, with file, row and column.
 """
 

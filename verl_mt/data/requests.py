@@ -59,6 +59,9 @@ class GenerationRequest:
     """Same for all turns of one record: an engine may keep the KV cache of a session."""
     deadline_s: float | None = None
     """Seconds from now after which the engine aborts and returns what it has (finish_reason `abort`)."""
+    limit_s: float | None = None
+    """Set: an engine that sees its tokens come may count `deadline_s` from the last one, and time in its queue not at
+    all. It aborts after `limit_s` seconds from now at the latest (inf = no limit)."""
     media: dict[str, Any] = field(default_factory=dict)
     """`inputs`: the `MediaInput`s of the record, whose placeholder tokens are in `input_ids`; empty for text."""
 

@@ -365,6 +365,12 @@ class InferenceEngine(abc.ABC):
             ConfigError: it cannot start, or is not the engine that the configuration describes.
         """
 
+    async def start_without_weights(self) -> bool:
+        """`start`, for a caller who sends weights by `apply` before anything is sampled: the engine need not read the
+        model's files. Returns whether it waits for them. Runs on the caller's loop."""
+        await self.start()
+        return False
+
     @abc.abstractmethod
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Sample one assistant turn. Runs on the caller's loop. Waits for the turn.

@@ -35,6 +35,9 @@ class _Around(InferenceEngine):
     async def start(self) -> None:
         await self.engine.start()
 
+    async def start_without_weights(self) -> bool:
+        return await self.engine.start_without_weights()
+
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         return await self.engine.generate(request)
 

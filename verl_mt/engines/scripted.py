@@ -257,9 +257,7 @@ class ScriptedEngine(InferenceEngine):
         timeout = min(left if left > 0 else float("inf"), deadline)
         try:
             await asyncio.wait(
-                waiters,
-                timeout=None if timeout == float("inf") else timeout,
-                return_when=asyncio.FIRST_COMPLETED,
+                waiters, timeout=None if timeout == float("inf") else timeout, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             for waiter in waiters:

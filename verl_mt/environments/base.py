@@ -65,6 +65,8 @@ class Environment:
     in_order: ClassVar[bool] = True
     """The calls of one turn run one after the other, in the order written. False = at the same time, where the methods
     are `async`."""
+    repeatable: ClassVar[bool] = False
+    """A call that failed may be made again (`multi_turn.tool_retries`). False = never: it may have had effects."""
     done: bool = False
     """The episode is over. Set it, or make it a property. It is read after each call and each reply."""
 
@@ -100,16 +102,7 @@ class Environment:
 
 
 RESERVED = (
-    "reset",
-    "reply",
-    "score",
-    "state",
-    "fork",
-    "close",
-    "done",
-    "limit",
-    "in_order",
-    "tool_schemas",
+    "reset", "reply", "score", "state", "fork", "close", "done", "limit", "in_order", "repeatable", "tool_schemas",
     "call_tool",
-)
+)  # fmt: skip
 """Names of an environment's class that are no tools."""

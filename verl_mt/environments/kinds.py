@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -36,8 +37,8 @@ class EnvironmentTool(BaseTool):
 
     runs_inline = True  # it waits for the environment's own thread or loop
 
-    def __init__(self, schema: OpenAIFunctionToolSchema, in_order: bool):
-        self.in_order = in_order
+    def __init__(self, schema: OpenAIFunctionToolSchema, cls: type[Environment]):
+        self.in_order, self.repeatable = cls.in_order, cls.repeatable
         super().__init__({}, schema)
 
     async def execute(
@@ -110,8 +111,7 @@ class Kind:
             _check_config(self.cls, self.config_of(row), f"column {COLUMN}: config")
         except ConfigError as error:
             raise DataError(str(error)) from None
-        known = ((self.cls.__init__, self.config_of(row)), (self.cls.reset, row))
-        for function, given in known:
+        for function, given in ((self.cls.__init__, self.config_of(row)), (self.cls.reset, row)):
             for name in _required(function):
                 if name not in given:
                     config = f", or set {KEY}.config.{name}" if function is self.cls.__init__ else ""
@@ -142,8 +142,7 @@ class EnvironmentTools(ToolSet):
     @property
     def limit(self) -> int | None:
         """Objects alive at once; None = no limit."""
-        limits = [kind.cls.limit for kind in self.kinds.values() if kind.cls.limit is not None]
-        return min(limits, default=None)
+        return min((kind.cls.limit for kind in self.kinds.values() if kind.cls.limit is not None), default=None)
 
     @property
     def any_tools(self) -> bool:
@@ -238,7 +237,7 @@ def build_kind(path: str, config: dict[str, Any], *, name: str = DEFAULT, timeou
         made = [(schema_of(method, place_of(cls, method)), place_of(cls, method)) for method in methods.values()]
     else:
         made = [(as_tool_schema(schema, f"{cls.__name__}.tool_schemas"), cls.__name__) for schema in schemas]
-    entries = [ToolEntry.of(EnvironmentTool(schema, cls.in_order), where=place) for schema, place in made]
+    entries = [ToolEntry.of(EnvironmentTool(schema, cls), where=place) for schema, place in made]
     ToolSet(entries)  # no two of one name
     return Kind(
         name, cls, config, timeout_s, UserCode(cls, Environment, f"environment {cls.__name__}"), methods, entries
@@ -293,7 +292,7 @@ def _check_class(cls: type[Environment]) -> None:
         raise PluginError(f"{place_of(cls)} has no reset(self, **row), which begins an episode and returns the prompt")
     if isinstance(done := inspect.getattr_static(cls, "done"), types.FunctionType):
         raise PluginError(f"{place_of(cls, done)}: `done` is a method. Write @property above it, or set self.done")
-    for name, expected in (("limit", int | None), ("in_order", bool)):
+    for name, expected in (("limit", int | None), ("in_order", bool), ("repeatable", bool)):
         if not isinstance(value := getattr(cls, name), expected) or (
             name == "limit" and value is not None and value < 1
         ):
@@ -345,6 +344,7 @@ def _check_config(cls: type[Environment], config: Mapping[str, Any], key: str) -
             )
 
 
+@functools.cache
 def _parameters(function: Any) -> Sequence[inspect.Parameter]:
     """Those behind `self`."""
     return [] if function is object.__init__ else list(inspect.signature(function).parameters.values())[1:]

@@ -42,6 +42,7 @@ class EnvironmentSession:
         """The episode is over (`done`)."""
         self.time_spans: list[TimeSpan] = []
         self._environment: Environment | None = None
+        self._broken: UserCodeError | None = None
         self._thread = OwnThread(f"environment {kind.title}")
         self._making = threading.Lock()
         self._given_up = False
@@ -84,9 +85,10 @@ class EnvironmentSession:
             ToolCallError: the model's mistake.
             Exception: what the method raised.
         """
-        if self.over:
-            return ToolResponse(text=NOT_RUN)
         environment, kind = self._environment, self.kind
+        if self.over or self._has_set_done():
+            self.over = True
+            return ToolResponse(text=NOT_RUN)
         assert environment is not None
         method, kwargs = environment.call_tool, {"name": name, "parameters": parameters}
         if name in kind.methods:
@@ -118,6 +120,17 @@ class EnvironmentSession:
         except WrongValue as error:
             raise self._error(reply, f"must return a text, or (text, turn score): {error}") from None
         return InteractionTurn(self.over, text or "", score)
+
+    async def outcome(self) -> dict[str, Any]:
+        """For `rollout_infos`: `{name, done, score}`. Runs on the rollout's loop. Waits for the environment.
+
+        Raises:
+            UserCodeError: `done` is neither True nor False, or raised; or as `score`.
+        """
+        if self._broken is not None:  # its text was told to the model, as that of a failed call
+            raise self._broken
+        told = {"name": self.kind.title, "done": self.over}
+        return {**told, "score": await self.score()} if self.kind.scores else told
 
     async def score(self) -> Scores:
         """What `score` returned. Runs on the rollout's loop. Waits for the environment.
@@ -176,8 +189,7 @@ class EnvironmentSession:
         """Runs in the environment's thread."""
         environment = self.kind.cls(**config)
         with self._making:
-            given_up = self._given_up
-            if not given_up:
+            if not (given_up := self._given_up):
                 self._environment = environment
         if given_up and callable(close := getattr(environment, "close", None)):
             closed = close()
@@ -192,7 +204,8 @@ class EnvironmentSession:
             returned = await self._call(method, kwargs, *args, timeout_s=timeout_s)
         except Done as end:
             self.over, returned = True, error_text(end, whole=True)
-        except CallTimeout:  # it still runs
+        except (CallTimeout, asyncio.CancelledError):  # it still runs: a property would wait for it
+            self.over = self.over or self._has_set_done()
             raise
         except Exception:
             self.over = self.over or await self._is_done()
@@ -200,16 +213,19 @@ class EnvironmentSession:
         self.over = self.over or await self._is_done()
         return returned
 
+    def _has_set_done(self) -> bool:
+        return getattr(self._environment, "__dict__", {}).get("done") is True
+
     async def _is_done(self) -> bool:
-        cls, environment = self.kind.cls, self._environment
-        if not isinstance(done := getattr(cls, "done", None), property):
-            value = getattr(environment, "done", False)
-        else:
-            value = await self._checked(done.fget, lambda: environment.done, {})  # type: ignore[union-attr]
+        done, environment = getattr(self.kind.cls, "done", None), self._environment
         try:
-            return bool_of(value, "done")
-        except WrongValue as error:
-            raise self._error(None, str(error)) from None
+            if isinstance(done, property):
+                return bool_of(await self._checked(done.fget, lambda: environment.done, {}), "done")  # type: ignore[union-attr]
+            return bool_of(getattr(environment, "done", False), "done")
+        except (UserCodeError, WrongValue) as error:
+            self.over = True
+            self._broken = error if isinstance(error, UserCodeError) else self._error(None, str(error))
+            raise self._broken from None
 
     async def _call(
         self, function: Callable[..., Any], kwargs: dict[str, Any], *args: Any, timeout_s: float | None = None

@@ -81,10 +81,7 @@ def load_causal_lm(
         if exact and dtype != "float32" and _is_float32(source, revision, trust_remote_code):
             remember_all(loaded[0], kind.from_pretrained(source, dtype=torch.float32, **options))
     except SafetensorError as error:
-        raise ConfigError(
-            f"model path {path!r}: its *.safetensors cannot be read ({error}): cut short or damaged; copy or download "
-            "the folder's weights again"
-        ) from error
+        raise _damaged(path, error) from error
     except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise _not_loadable(path, revision, error) from error
     model, info = loaded
@@ -129,13 +126,17 @@ def meta_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> Any:
-    """The model that `load_causal_lm` would load, as shapes alone (`meta` device).
+    """The model that `load_causal_lm` would load, as shapes alone (`meta` device). It knows as well what the checkpoint
+    calls each weight: `named_weights` gives the same names as for the loaded model.
 
     Raises:
-        ConfigError: no such folder or hub model, a folder without weights, an architecture or attention that is
-            not to be had.
+        ConfigError: no such folder or hub model, a folder without weights, weights whose header is damaged, an
+            architecture or attention that is not to be had.
     """
     from transformers import AutoConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
 
     _keep_few_kernels()
     source = resolve_model_path(path)
@@ -144,14 +145,48 @@ def meta_causal_lm(
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            return _auto_class(source, revision, trust_remote_code).from_config(
+            model = _auto_class(source, revision, trust_remote_code).from_config(
                 config,
                 dtype=_DTYPES[dtype],
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
+        if held := tensors_in_checkpoint(path, revision):
+            # As `from_pretrained`, which remembers on the way which weights it renamed and converted.
+            mapping = get_model_conversion_mapping(model)
+            on_meta = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=mapping)
+            convert_and_load_state_dict_in_model(model, held, on_meta)
+            model.tie_weights()
+        return model
     except (OSError, ValueError, ImportError, RuntimeError, AssertionError) as error:
         raise _not_loadable(path, revision, error) from error
+
+
+def tensors_in_checkpoint(path: str, revision: str | None = None) -> dict[str, torch.Tensor]:
+    """Name -> tensor without content (`meta` device) of all that a checkpoint's *.safetensors say they hold. Only their
+    headers are read; of a hub model that is not in the cache, over the network. Empty for other files.
+
+    Raises:
+        ConfigError: a damaged header or index.
+    """
+    import huggingface_hub as hub
+    from transformers.utils import cached_file
+
+    source = resolve_model_path(path)
+    folder = source if _is_local(source) else os.path.dirname(cached_file(source, "config.json", revision=revision))
+    try:
+        try:
+            found = hub.get_local_safetensors_metadata(folder)
+        except (hub.errors.NotASafetensorsRepoError, FileNotFoundError):
+            if _is_local(source):
+                return {}
+            found = hub.get_safetensors_metadata(source, revision=revision)
+    except (hub.errors.NotASafetensorsRepoError, hub.errors.OfflineModeIsEnabled):
+        return {}
+    except (hub.errors.SafetensorsParsingError, ValueError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    held = [info for file in found.files_metadata.values() for info in file.tensors.items()]
+    return {name: torch.empty(info.shape, device="meta") for name, info in held}
 
 
 def check_vocabulary(
@@ -184,6 +219,13 @@ def _keep_few_kernels() -> None:
     """Unless the environment says how many. Both are read once in a process, at the first product."""
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(_KERNELS_KEPT))
+
+
+def _damaged(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model path {path!r}: its *.safetensors cannot be read ({error}): cut short or damaged; copy or download "
+        "the folder's weights again"
+    )
 
 
 def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from verl_mt.config_paths import resolve_model_path
-from verl_mt.errors import ConfigError
 from verl_mt.modeling.lora import lora_of, merged, plain_name
 
 
@@ -51,40 +48,6 @@ def as_in_checkpoint(module: nn.Module, state: dict[str, Tensor]) -> dict[str, T
 
     lora = lora_of(module)
     return revert_weight_conversion(module, state if lora is None else merged(lora, state))
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What is known of a model without loading any weight."""
-
-    vocab_size: int
-    weights: dict[str, tuple[int, ...]]
-    """Name -> shape of all that `named_weights` yields."""
-
-    @property
-    def has_experts(self) -> bool:
-        """It is a mixture of experts."""
-        return any(".experts." in name for name in self.weights)
-
-
-def model_shape(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """Of a model folder or hub name.
-
-    Raises:
-        ConfigError: no such model, or one that transformers does not know.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    source = resolve_model_path(path)
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"actor_rollout_ref.model.path {path!r}: its config cannot be read: {error}") from error
-    model.tie_weights()
-    weights = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
-    return ModelShape(config.get_text_config().vocab_size, weights)
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:

@@ -123,9 +123,9 @@ def is_multi_turn(rollout: RolloutConfig) -> bool:
 def warn_of_deadline(deadline_s: float) -> None:
     """Once in a process: on a machine that is slow most conversations may end so, and the scores say nothing."""
     _log.warning(
-        "the engine did not finish a turn within %g s (actor_rollout_ref.rollout.request_timeout_s), and its "
-        "conversation ends there, truncated; `stop/time_limit` counts such, and their rows have that stop_reason. "
-        "Raise it where the engine is slow but well, or have fewer conversations at once (rollout.max_concurrent)",
+        "the engine did not finish a turn within %g s (actor_rollout_ref.rollout.request_timeout_s; SGLang and vLLM: "
+        "sampled nothing for that long). The conversation ends there, truncated; `stop/time_limit` counts such. Raise "
+        "the key where the engine is slow but well, or have fewer conversations at once (rollout.max_concurrent)",
         deadline_s,
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from weakref import WeakKeyDictionary
 
 from verl_mt.data.conversation import Message
-from verl_mt.environments.kinds import EnvironmentTools, place_of
+from verl_mt.environments.kinds import EnvironmentTools, Kind, place_of
 from verl_mt.environments.session import EnvironmentSession
 from verl_mt.errors import DataError, UserCodeError
 from verl_mt.rollout.drivers import Episode, RolloutDriver
@@ -29,6 +30,7 @@ class EnvironmentDriver(RolloutDriver):
 
     def __init__(self, tools: EnvironmentTools, max_prompt_length: int):
         self._tools, self._max_prompt_length = tools, max_prompt_length
+        self._begins: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     async def run(self, episode: Episode) -> None:
         """Runs on the rollout's loop. Waits for the engine and for the environment."""
@@ -39,13 +41,13 @@ class EnvironmentDriver(RolloutDriver):
         if episode.tools is not None:
             episode.tools.agent_data._environment = environment
         try:
-            self._begin(episode, await environment.start(row.raw), place_of(kind.cls, kind.cls.reset))
+            # One begins in each turn of the loop: 2,000 at once would hold it for seconds.
+            async with self._begins.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                await asyncio.sleep(0)
+            self._begin(episode, await environment.start(row.raw), kind)
             interaction = environment if kind.replies else episode.interaction
             await run_tool_loop(session, episode.tools, interaction, environment)
-            told: dict[str, Any] = {"name": kind.title, "done": environment.over}
-            if kind.scores:
-                told["score"] = await environment.score()
-            trajectory.info["environment"] = told
+            trajectory.info["environment"] = await environment.outcome()
         finally:
             trajectory.time_spans += environment.time_spans
             try:
@@ -54,7 +56,7 @@ class EnvironmentDriver(RolloutDriver):
                 session.count("environment_close_errors", 1)
                 log.warning("%s", error)
 
-    def _begin(self, episode: Episode, said: str | list[Message] | None, reset: str) -> None:
+    def _begin(self, episode: Episode, said: str | list[Message] | None, kind: Kind) -> None:
         """Start the session with what `reset` returned.
 
         Raises:
@@ -66,16 +68,15 @@ class EnvironmentDriver(RolloutDriver):
         messages, num_trusted = opening(prompt.messages, said)
         if not ends_with_user(messages):
             raise DataError(
-                f"{reset} returned {said!r:.80}, and {prompt.row.place} has no prompt. Return a text, or add the "
-                "column prompt"
+                f"{place_of(kind.cls, kind.cls.reset)} returned {said!r:.80}, and {prompt.row.place} has no prompt. "
+                "Return a text, or add the column prompt"
             )
-        chat, tools = session.context.chat, prompt.tools or None
-        arrived = messages[num_trusted:]
-        ids = chat.mixed_prompt_ids(messages[:num_trusted], arrived, tools, num_foreign=len(arrived))
+        trusted, arrived, chat = messages[:num_trusted], messages[num_trusted:], session.context.chat
+        ids = chat.mixed_prompt_ids(trusted, arrived, prompt.tools or None, num_foreign=len(arrived))
         if len(ids) > self._max_prompt_length:
             raise DataError(
-                f"{reset} made a prompt of {len(ids)} tokens, data.max_prompt_length is {self._max_prompt_length}. "
-                "Raise it, or return a shorter text"
+                f"{place_of(kind.cls, kind.cls.reset)} made a prompt of {len(ids)} tokens, data.max_prompt_length is "
+                f"{self._max_prompt_length}. Raise it, or return a shorter text"
             )
         session.start(ids, messages, prompt.tools, num_trusted=num_trusted)
 

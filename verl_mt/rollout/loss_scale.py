@@ -67,11 +67,7 @@ class LossScale:
             self.patterns = _read_patterns(self.loss_scale_config, type(self))
 
     def get_loss_scale(
-        self,
-        context: str,
-        context_type: ContextType = ContextType.RESPONSE,
-        is_last_round: bool = False,
-        **kwargs: Any,
+        self, context: str, context_type: ContextType = ContextType.RESPONSE, is_last_round: bool = False, **kwargs: Any
     ) -> tuple[list[str], list[float]]:
         """Pieces of `context`, and their weights. A subclass may also take `(context, **kwargs)`, ms-swift's form now.
 
@@ -96,11 +92,7 @@ class LastRound(LossScale):
     """The last assistant message only, its end of turn included."""
 
     def get_loss_scale(
-        self,
-        context: str,
-        context_type: ContextType = ContextType.RESPONSE,
-        is_last_round: bool = False,
-        **kwargs: Any,
+        self, context: str, context_type: ContextType = ContextType.RESPONSE, is_last_round: bool = False, **kwargs: Any
     ) -> tuple[list[str], list[float]]:
         return [context], [float(is_last_round)]
 
@@ -163,11 +155,7 @@ class Joined(LossScale):
             self.patterns = {**self.patterns, **part.patterns}
 
     def get_loss_scale(
-        self,
-        context: str,
-        context_type: ContextType = ContextType.RESPONSE,
-        is_last_round: bool = False,
-        **kwargs: Any,
+        self, context: str, context_type: ContextType = ContextType.RESPONSE, is_last_round: bool = False, **kwargs: Any
     ) -> tuple[list[str], list[float]]:
         for part in self.parts:
             weights = _ask(part, context, context_type, is_last_round, kwargs.get("query"))[1]

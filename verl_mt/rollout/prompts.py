@@ -106,7 +106,8 @@ class PromptBuilder:
         toolset = None
         if not one_turn and problem is None:
             toolset, problem = self._tools_of(row)
-        tools = toolset.schemas() if toolset is not None else []
+        shown = None if problem else row.extra_info.get("prompt_tools")
+        tools = toolset.schemas(shown) if toolset is not None else []
         if self._far_too_long(row, tools):
             return None
         # Of a row that has no prompt yet, its environment makes one.
@@ -234,13 +235,12 @@ class PromptBuilder:
 
     def _refuse_without_tools(self, row: DataRow) -> None:
         wants = "tool_selection" if row.tool_selection else "need_tools_kwargs" if row.need_tools_kwargs else None
-        if wants is None or self.single_turn:
-            return
-        raise DataError(
-            f"{row.place}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
-            "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
-            "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
-        )
+        if wants is not None and not self.single_turn:
+            raise DataError(
+                f"{row.place}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
+                "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
+                "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
+            )
 
     def _far_too_long(self, row: DataRow, tools: list[dict[str, Any]]) -> bool:
         """Whether to leave a row out that would take minutes to tokenize; it is not tokenized to find that out.

@@ -37,7 +37,7 @@ from verl_mt.rollout.reward_input import reward_input
 from verl_mt.rollout.session import RolloutSession, SessionContext, deadline_error, session_error
 from verl_mt.tools.agent_data import AgentData
 from verl_mt.tools.executor import ToolExecutor, ToolSession
-from verl_mt.user_code import CallTimeout, end_tasks
+from verl_mt.user_code import CallTimeout, end_tasks, fair_turn
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +219,7 @@ class RolloutRunner:
         engine, order = context.engine, place.sample
         arrived = time.monotonic()
         opens, closes = partial(engine.open_session, session_id, order), partial(engine.close_session, session_id)
+        await fair_turn()
         await gate.enter((place.run.step, order), opens, closes)
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:

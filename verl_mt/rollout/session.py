@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from verl_mt.errors import EngineGoneError, LedgerError
 from verl_mt.rollout.context import SessionContext, deadline_error, session_error, warn_of_deadline
 from verl_mt.rollout.loss_scale import apply_loss_scale, train_prompt_assistants
 from verl_mt.rollout.turn_log import log_turn
+from verl_mt.user_code import fair_turn
 
 __all__ = ["AssistantTurn", "RolloutSession", "SessionContext", "deadline_error", "session_error"]
 
@@ -179,6 +181,7 @@ class RolloutSession:
             LedgerError: the trajectory has ended, or the engine's output does not fit together.
         """
         self._refuse_after_the_end("generate")
+        await fair_turn()
         limits = self.context.limits
         if self.turns_left == 0:
             self.end(StopReason.MAX_ASSISTANT_TURNS)
@@ -186,8 +189,8 @@ class RolloutSession:
         if not self._flush():
             self.end(StopReason.CONTEXT_FULL)
             return None
-        left_s = None if limits.max_seconds is None else limits.max_seconds - (time.monotonic() - self._started_s)
-        if left_s is not None and left_s <= 0:
+        left_s = (limits.max_seconds or math.inf) - (time.monotonic() - self._started_s)
+        if left_s <= 0:
             self._refuse_if_deterministic(f"rollout.max_seconds={limits.max_seconds}")
             self.end(StopReason.TIME_LIMIT)
             return None
@@ -262,9 +265,9 @@ class RolloutSession:
         if has_media(messages):
             self.record.media += [made.moved(start) for made in self.context.chat.media_inputs(messages, ids)]
 
-    async def _ask(self, turn: int, max_new_tokens: int, left_s: float | None) -> GenerationOutput:
+    async def _ask(self, turn: int, max_new_tokens: int, left_s: float) -> GenerationOutput:
         context, trajectory, name = self.context, self.trajectory, self.trajectory.trajectory_id
-        deadline_s = min(context.limits.request_timeout_s, left_s if left_s is not None else float("inf"))
+        deadline_s = min(context.limits.request_timeout_s, left_s)
         # From names, not from the order of events: the same conversation draws the same numbers however many run beside
         # it. The name holds step, prompt and sample. Another attempt draws the same again (the 0): with other numbers,
         # conversations that last longer than an engine, or than an update, would draw until they are short.
@@ -276,11 +279,13 @@ class RolloutSession:
             request_id=f"{name}/{self.attempt}/{turn}",
             session_id=self._engine_session,
             deadline_s=deadline_s,
+            limit_s=left_s,
             media={"inputs": list(self.record.media)} if self.record.media else {},
         )
         begun = time.monotonic()
         output = await context.engine.generate(request)
         seconds = time.monotonic() - begun
+        await fair_turn()
         trajectory.time_spans += _time_spans(begun, seconds, output, turn)
         if output.finish_reason == "abort":
             # An abort before the deadline is the engine's own: it is shutting down, or was restarted. What it sampled

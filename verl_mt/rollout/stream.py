@@ -144,11 +144,7 @@ class RolloutStream:
             raise
 
     def collect_some(
-        self,
-        choose: Choice,
-        while_waiting: Callable[[], None] = lambda: None,
-        *,
-        of: Sequence[str] | None = None,
+        self, choose: Choice, while_waiting: Callable[[], None] = lambda: None, *, of: Sequence[str] | None = None
     ) -> list[TrajectoryGroup]:
         """The groups that `choose` takes, as soon as it takes some, in the order of their ids: that in which they
         arrive is a clock's, and batches may not depend on one.

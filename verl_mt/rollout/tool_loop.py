@@ -13,6 +13,7 @@ from verl_mt.interactions.session import InteractionSession
 from verl_mt.rollout.session import RolloutSession
 from verl_mt.tools.executor import ToolSession
 from verl_mt.tools.results import clean_text
+from verl_mt.user_code import fair_turn
 
 
 async def run_tool_loop(
@@ -74,6 +75,7 @@ async def run_calls(tools: ToolSession, actions: Sequence[ToolCall | MalformedCa
 async def _interaction_is_over(session: RolloutSession, interaction: InteractionSession | EnvironmentSession) -> bool:
     trajectory = session.trajectory
     reply = await interaction.respond(session.messages, turn=trajectory.num_turns)
+    await fair_turn()
     trajectory.turn_scores.append(reply.score)
     if reply.extra:
         trajectory.info.setdefault("interaction_extra", []).append(reply.extra)

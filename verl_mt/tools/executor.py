@@ -38,7 +38,7 @@ from verl_mt.tools.results import (
 )
 from verl_mt.tools.schemas import ToolResponse
 from verl_mt.tools.toolset import RowKwargs, ToolSet, parse_row_kwargs
-from verl_mt.user_code import CallTimeout, LoopBlocked, closing_task, user_code_of
+from verl_mt.user_code import CallTimeout, LoopBlocked, closing_task, fair_turn, user_code_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +139,7 @@ class ToolSession:
     """The tools of one trajectory: `start`, `run` once per assistant turn, `close` in a `finally`."""
 
     def __init__(
-        self,
-        executor: ToolExecutor,
-        trajectory_id: str,
-        row_kwargs: RowKwargs,
-        tools: ToolSet,
-        agent_data: AgentData,
+        self, executor: ToolExecutor, trajectory_id: str, row_kwargs: RowKwargs, tools: ToolSet, agent_data: AgentData
     ):
         self.trajectory_id = trajectory_id
         self.agent_data = agent_data
@@ -242,6 +237,7 @@ class ToolSession:
             arguments = self._arguments(name, metric, call.arguments)
             self._tools.check_call(name, arguments)
             answer = await self._execute(name, arguments, turn)
+            await fair_turn()
         except ToolCallError as error:
             answer = _Answer(error_text(error, whole=True), failure="model")
             self._count(metric, "timeouts", float(error.timed_out))
@@ -290,14 +286,15 @@ class ToolSession:
 
     async def _attempts(self, name: str, arguments: dict[str, Any], turn: int) -> _Answer:
         deadline = time.monotonic() + self._limits.timeout_of(self._tools[name])
-        for left in range(self._limits.retries, -1, -1):
+        retries = self._limits.retries if getattr(self._tools[name], "repeatable", True) else 0
+        for left in range(retries, -1, -1):
             share_s = max((deadline - time.monotonic()) / (left + 1), 1e-3)
             try:
                 return await self._attempt(name, arguments, share_s)
             except (ToolCallError, EngineError):
                 raise
             except Exception as error:
-                backoff_s = _FIRST_BACKOFF_S * 2 ** (self._limits.retries - left)
+                backoff_s = _FIRST_BACKOFF_S * 2 ** (retries - left)
                 if left == 0 or time.monotonic() + backoff_s >= deadline:
                     raise
                 self._log(name, turn, error)

@@ -134,8 +134,7 @@ class ToolSet:
         ToolCallError: unknown tool, or arguments that its schema refuses; the text is written for the model.
         """
         if name not in self._entries:
-            close = difflib.get_close_matches(str(name), self.names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = "".join(f" Did you mean {c!r}?" for c in difflib.get_close_matches(str(name), self.names, n=1))
             known = f"Available: {listing(self.names)}." if self._entries else "There are no tools."
             raise ToolCallError(f"unknown tool {_short(name)}.{hint} {known}")
         if not isinstance(arguments, dict):
@@ -188,6 +187,7 @@ class ToolSet:
             extra_info.get("tools_kwargs"),
             need_tools_kwargs=extra_info.get("need_tools_kwargs"),
             tool_selection=extra_info.get("tool_selection"),
+            prompt_tools=extra_info.get("prompt_tools"),
         )
 
     def for_row(
@@ -196,6 +196,7 @@ class ToolSet:
         *,
         need_tools_kwargs: bool | None = False,
         tool_selection: Sequence[str] | None = None,
+        prompt_tools: Sequence[str] | None = None,
     ) -> ToolSet:
         """The tools that one row of the data may use; the tool objects are shared.
 
@@ -203,6 +204,7 @@ class ToolSet:
             tools_kwargs: the row's `extra_info.tools_kwargs`; only checked here, `ToolExecutor.open` uses it.
             need_tools_kwargs: the row's `extra_info.need_tools_kwargs`.
             tool_selection: the row's `extra_info.tool_selection`: names; None = all tools.
+            prompt_tools: the row's `extra_info.prompt_tools`: names of those that the prompt shows; only checked here.
 
         Raises:
             DataError: an unknown tool or key, another type, or `need_tools_kwargs` without any.
@@ -215,23 +217,24 @@ class ToolSet:
                 "extra_info.need_tools_kwargs is true but extra_info.tools_kwargs has nothing for any of "
                 f"{listing(self.names)}; got {tools_kwargs!r}"
             )
-        if tool_selection is None:
-            return self
-        if not isinstance(tool_selection, list | tuple):
-            single = [tool_selection] if isinstance(tool_selection, str) else []
-            close = [c for name in single for c in difflib.get_close_matches(name, self.names, n=1)]
+        chosen = self if tool_selection is None else self._chosen("tool_selection", tool_selection)
+        if prompt_tools is not None:
+            chosen._chosen("prompt_tools", prompt_tools)
+        return chosen
+
+    def _chosen(self, key: str, names: Any) -> ToolSet:
+        """Those that `extra_info.KEY` of a row names."""
+        if not isinstance(names, list | tuple):
+            near = difflib.get_close_matches(names, self.names, n=1) if isinstance(names, str) else []
             raise DataError(
-                "extra_info.tool_selection must be a list of tool names (null = all), got "
-                f"{value_text(tool_selection)}{f'; did you mean {close}?' if close else ''}. "
-                f"Configured: {listing(self.names)}"
+                f"extra_info.{key} must be a list of tool names (null = all), got {value_text(names)}"
+                f"{f'; did you mean {near}?' if near else ''}. Configured: {listing(self.names)}"
             )
-        for name in tool_selection:
+        for name in names:
             if not isinstance(name, str) or name not in self._entries:
-                raise DataError(
-                    f"extra_info.tool_selection: unknown tool {name!r}{suggest(str(name), self.names)}. "
-                    f"Configured: {listing(self.names)}"
-                )
-        return ToolSet(self._entries[name] for name in dict.fromkeys(tool_selection))
+                close = suggest(str(name), self.names)
+                raise DataError(f"extra_info.{key}: unknown tool {name!r}{close}. Configured: {listing(self.names)}")
+        return ToolSet(self._entries[name] for name in dict.fromkeys(names))
 
 
 def parse_row_kwargs(tools_kwargs: Mapping[str, Any] | None, names: Sequence[str]) -> RowKwargs:

@@ -7,11 +7,14 @@ import sys
 
 from verl_mt.config.compose import hydra_main
 from verl_mt.config.schema import Config
+from verl_mt.plugins import extension_function, optional_function
 
 
 def train(config: Config) -> None:
     """Build and run, or, with `trainer.dry_run`, look at what a run would be."""
-    # After the config is known to be right: torch takes seconds.
+    # After the config is known to be right, and before torch, which takes seconds.
+    if (show := optional_function("start_lines")) is not None:
+        show(config)
     from verl_mt.trainer.display import PrintableFormatter
     from verl_mt.trainer.restarts import run_to_the_end
 
@@ -19,8 +22,6 @@ def train(config: Config) -> None:
     terminal.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[terminal])
     if config.trainer.dry_run:
-        from verl_mt.plugins import extension_function
-
         raise SystemExit(extension_function("dry_run")(config))
     trainer = run_to_the_end(config)
     if trainer.exit_status:  # so that what a shell or a scheduler has planned for afterwards does not begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from contextlib import ExitStack, closing
 from functools import partial
@@ -17,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mt import engines
 from verl_mt.chat.display import token_text
-from verl_mt.chat.loading import is_multimodal
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.checks import check_once, reject_unused_keys
 from verl_mt.config.compose import config_to_yaml
@@ -30,10 +30,9 @@ from verl_mt.engines.base import EngineHost, InferenceEngine
 from verl_mt.errors import CheckpointError, ConfigError, DataError, PluginError, VerlMTError
 from verl_mt.extension_points import known, own
 from verl_mt.interactions import session as interactions
-from verl_mt.modeling.load import export_hf, meta_causal_lm, source_of
+from verl_mt.modeling.load import export_hf
 from verl_mt.modeling.lora import without_adapters
-from verl_mt.modeling.weights import named_weights
-from verl_mt.plugins import Registry, import_plugins, listing, load_object, objects_in, plugin_names
+from verl_mt.plugins import Registry, extension_function, import_plugins, listing, load_object, objects_in, plugin_names
 from verl_mt.rewards.contract import RunState
 from verl_mt.rollout.prompts import PromptBuilder, PromptDraws
 from verl_mt.rollout.runner import RolloutRunner
@@ -106,11 +105,12 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
     plan = _build_plan(config, data.sampler)
     with ExitStack() as undo:
         workers = undo.enter_context(closing(build_workers(config, total_steps=plan.total_steps)))
+        logging.getLogger("verl_mt.start").info("model loaded on %s", workers.where)
         runner = build_runner(config, chat, tools, *place_engine(config, workers, engine, config.trainer.steps_ahead))
         stream = RolloutStream(runner)
         undo.callback(stream.close, runner.context.engine.close)
         _check_rows(config, data.prompts, runner)
-        stream.call(runner.context.engine.start())
+        empty = stream.call(runner.context.engine.start_without_weights())
         begin_workers(config, stream)
         # Last, so that a mistake above leaves no directory that looks like an unfinished run.
         run = RunDirectory.open(config.trainer, snapshot := yaml.safe_load(config_to_yaml(config)), lost=lost)
@@ -141,7 +141,7 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
             rows=data.fingerprint,
             export=partial(_export, weights, chat, run) if config.trainer.export_at_end else lambda: None,
         )
-        _resume(trainer, state, run)
+        _resume(trainer, state, run, empty)
         undo.pop_all()
     _announce(config, trainer, workers)
     return trainer
@@ -157,37 +157,12 @@ def _before_anything_slow(config: Config, engine: InferenceEngine | None) -> Non
     try_own_estimator(config)
     if engine is None and config.trainer.debug_mode != "train_only":
         engines.check(config.actor_rollout_ref, config.trainer)
-        _require_copyable(config)
+        if config.trainer.steps_ahead:
+            extension_function("require_copyable")(config)
     if engine is not None and config.trainer.steps_ahead:
         engines.check_overlap(engine, config)
     require_trackers(config.trainer.logger, spans=config.actor_rollout_ref.rollout.trace.backend)
     prepare_process(config)
-
-
-def _require_copyable(config: Config) -> None:
-    """A policy that is sampled from while it is trained is copied; not every model can be. Nothing is loaded yet.
-
-    Raises:
-        ConfigError: this one cannot.
-    """
-    name, model = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.model
-    if not config.trainer.steps_ahead or not engines.samples_from_policy(name):
-        return
-    why = ""
-    if is_multimodal(resolve_model_path(model.path), model.revision):
-        why = f"{model.path} sees images, and {name} samples such a model from the policy's own weights"
-    else:
-        empty = meta_causal_lm(**source_of(model))
-        if others := {weight for weight, _ in named_weights(empty)} - empty.state_dict().keys():
-            why = (
-                f"the checkpoint of {model.path} has weights that the model keeps in another shape ({min(others)}, as "
-                f"mixtures of experts do), and {name} samples such a model from the policy's own"
-            )
-    if why:
-        raise ConfigError(
-            f"trainer.max_staleness={config.trainer.max_staleness}: {why}, which are trained meanwhile; use "
-            "actor_rollout_ref.rollout.name=sglang, or max_staleness=0"
-        )
 
 
 def _source(parts: SourceParts) -> RolloutSource:
@@ -259,8 +234,10 @@ def export_model(workers: WorkerGroup, chat: ChatTemplate, run: RunDirectory) ->
     export_hf(workers.policy_module, tokenizer_as_trained(chat), run.path / "hf", adapter=workers.adapter())
 
 
-def _resume(trainer: PPOTrainer, state: dict[str, Any] | None, run: RunDirectory) -> None:
+def _resume(trainer: PPOTrainer, state: dict[str, Any] | None, run: RunDirectory, empty: bool) -> None:
     if state is None:
+        if empty:  # the engine has no weights yet
+            trainer.weights.push(trainer.version)
         return
     trainer.load_state_dict(state, run.resume_from)
     trainer.log.display.resume_at(trainer.step_number)

@@ -147,7 +147,7 @@ _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 
 def is_timing(name: str) -> bool:
     """Whether a metric depends on the clock or the network: times, rates, the critical path, trackers' failures."""
-    return name.startswith(("time/", "critical_path/", "trackers/")) or name.endswith(("_s", "_per_s"))
+    return name.startswith(("time/", "critical_path/", "trackers/")) or name.endswith(("_s", "_ms"))
 
 
 class JsonLines(Tracker):

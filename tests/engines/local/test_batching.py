@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from verl_mt.engines.local import shared_prefix
 from verl_mt.engines.local.batching import Batcher, LocalOptions
-from verl_mt.engines.local.model_runner import PackedForward, StepAttention, check_architecture
+from verl_mt.engines.local.model_runner import PackedForward, StepAttention, StepTokens, check_architecture
 from verl_mt.engines.local.slots import Sequence
 from verl_mt.errors import ConfigError, EngineError
 
@@ -25,14 +25,14 @@ class Driver:
 
     def __init__(self, model: Any, **options: Any):
         self.batcher = Batcher(PackedForward(model, 256), (), 256, LocalOptions(**options))
-        self.num_computed = self.most_rows = 0
-        forward = self.batcher.forward.__call__
+        self.num_computed = 0
+        forward, compute = self.batcher.forward, self.batcher.forward.compute
 
-        def counting(tokens: np.ndarray, *rest: Any) -> torch.Tensor:
-            self.num_computed += len(tokens)
-            return forward(tokens, *rest)
+        def counting(work: StepTokens, *rest: Any) -> torch.Tensor:
+            self.num_computed += len(work.tokens)
+            return compute(work, *rest)
 
-        self.batcher.forward = _Forward(self.batcher.forward, counting)  # type: ignore[assignment]
+        forward.compute = counting  # type: ignore[method-assign]
 
     def submit(self, ask: Any) -> Any:
         limit = len(ask.input_ids) + ask.sampling.max_new_tokens
@@ -47,17 +47,6 @@ class Driver:
         results = {sequence.request.request_id: result for sequence, result in self.batcher.finished}
         self.batcher.finished = []
         return results
-
-
-class _Forward:
-    def __init__(self, inner: Any, call: Any):
-        self._inner, self._call = inner, call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._call(*args)
 
 
 def ids(length: int, seed: int) -> list[int]:

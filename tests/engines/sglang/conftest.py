@@ -36,7 +36,7 @@ def colocated_engine(lab: Lab, run: Loop, request: pytest.FixtureRequest) -> Ite
     """SGLang, or what a test's parametrization says (`live.BOTH`)."""
     engine = lab.engine(name=getattr(request, "param", "sglang"))
     try:
-        run(engine.start())
+        assert run(engine.start_without_weights()), "the first test's fixture sends them"
         yield engine
     finally:
         run(engine.close())

@@ -26,7 +26,8 @@ def no_sglang_needed(monkeypatch):
 class There(FakeClient):
     """What a host makes: the engine's own client, on paper."""
 
-    async def launch(self, *earlier):
+    async def launch(self, empty, *earlier):
+        self.empty = empty
         self.earlier = earlier
         return ProcessGroup("here", len(earlier) + 7, None)
 

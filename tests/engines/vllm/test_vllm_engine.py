@@ -18,6 +18,7 @@ from verl_mt.data.requests import GenerationRequest, SamplingParams
 from verl_mt.engines.base import EngineSetup, Receiver
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm import client, options, publisher
 from verl_mt.extensions.cluster.vllm.client import VLLMClient, VLLMTurn, environment_of
 from verl_mt.extensions.cluster.vllm.engine import VLLMEngine
@@ -29,7 +30,7 @@ ROLLOUT = "actor_rollout_ref.rollout."
 @pytest.fixture
 def with_vllm(monkeypatch):
     """Every Python has the tested version."""
-    monkeypatch.setattr(options, "_found", lambda python: {"version": options.TESTED, "arguments": []})
+    monkeypatch.setattr(options, "_found", lambda python: {"version": VLLM.newest, "arguments": []})
 
 
 def check(*words: str) -> None:
@@ -140,7 +141,15 @@ def test_a_python_that_another_machine_lacks_is_named():
 def test_an_untested_version_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(options, "_found", lambda python: {"version": "0.99.1", "arguments": []})
     check(ROLLOUT + f"python={sys.executable}")
-    assert f"has vLLM 0.99.1; verl_mt is tested with {options.TESTED}" in caplog.text
+    assert f"has vLLM 0.99.1; verl_mt is tested with {VLLM} (docs/vllm.md)" in caplog.text
+
+
+def test_a_version_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(options, "_found", lambda python: {"version": "0.31.0", "arguments": []})
+    with pytest.raises(
+        ConfigError, match=rf"rollout\.python: .* has vLLM 0\.31\.0, which is too old: .* Install {VLLM.newest}"
+    ):
+        check(ROLLOUT + f"python={sys.executable}")
 
 
 def test_memory_of_gpus_that_only_the_ranks_have_is_not_freed_either(with_vllm):
@@ -282,7 +291,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_what_to_do(monkeypatch):
 
 
 def test_an_argument_that_vllm_has_not_is_refused_before_anything_starts(monkeypatch):
-    found = {"version": options.TESTED, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
+    found = {"version": VLLM.newest, "arguments": ["enforce_eager", "max_num_batched_tokens"]}
     monkeypatch.setattr(options, "_found", lambda python: found)
     check(ROLLOUT + "engine_kwargs={enforce_eager: True}")
     with pytest.raises(ConfigError, match=r"engine_kwargs\.enforce_eger: vLLM has no such argument; did you mean 'enf"):

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from verl_mt.data.requests import FinishReason, GenerationOutput
-from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepAttention
-from verl_mt.engines.local.sampling import sample, stream_key
-from verl_mt.engines.local.shared_prefix import find_shared_prefix
+from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepTokens
+from verl_mt.engines.local.sampling import stream_key
 from verl_mt.engines.local.slots import CachedSession, Sequence, Slots, State
 from verl_mt.errors import DeadlineError, EngineError
 
@@ -49,18 +48,8 @@ class LocalOptions:
     """A step starts only when every open session waits in the engine; sessions are served by their `order`."""
     seed: int = 0
     """Of requests that bring none."""
-
-
-@dataclass
-class _Work:
-    """The tokens of one step."""
-
-    tokens: np.ndarray
-    rows: np.ndarray
-    positions: np.ndarray
-    num_single: int
-    wanted: np.ndarray
-    """Index of every token after which one is sampled."""
+    forward: Callable[[torch.nn.Module, int], PackedForward] = PackedForward
+    """(module, max_model_len) -> what computes the steps."""
 
 
 class Batcher:
@@ -206,17 +195,12 @@ class Batcher:
         work = self._select()
         if work is None:
             return
-        cache, single, shared = self.slots.cache, slice(work.num_single), None
-        if cache.can_share:
-            rows, positions = work.rows[single], work.positions[single]
-            shared = find_shared_prefix(self.slots.ids, rows, positions, cache.position_bytes)
-        step = StepAttention(cache, work.rows, work.positions, work.num_single, self.forward.device, shared)
-        logits = self.forward(work.tokens, step, work.wanted)
+        logits = self.forward.compute(work, self.slots.cache, self.slots.ids)
         last = np.flatnonzero(np.diff(work.rows, append=-1))
         self.slots.computed[work.rows[last]] = work.positions[last] + 1
         rows, logits = self._feed_followers(work.rows[work.wanted], logits)
         if len(rows):
-            self._append(rows, *sample(logits, self.slots.sampling_rows(rows)))
+            self._append(rows, *self.forward.sample(logits, self.slots.sampling_rows(rows)))
 
     def _admit(self) -> None:
         if not self._queue:
@@ -243,7 +227,7 @@ class Batcher:
             if sequence.state is State.RUNNING:
                 self._running.append(sequence)
 
-    def _select(self) -> _Work | None:
+    def _select(self) -> StepTokens | None:
         """Choose the tokens of this step: prompts first while there are many, then everything together."""
         slots = self.slots
         rows = np.sort(np.fromiter((s.row for s in self._running), dtype=np.int64, count=len(self._running)))
@@ -267,7 +251,7 @@ class Batcher:
         positions = np.concatenate([slots.computed[single], slots.computed[piece_rows] + offsets])
         all_rows = np.concatenate([single, piece_rows])
         complete = slots.computed[long] + counts == slots.known[long]
-        return _Work(
+        return StepTokens(
             tokens=slots.ids[all_rows, positions],
             rows=all_rows,
             positions=positions,

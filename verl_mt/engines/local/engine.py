@@ -29,7 +29,7 @@ from verl_mt.engines.local.model_runner import PackedForward
 from verl_mt.engines.local.slots import Sequence
 from verl_mt.engines.stop_strings import Decode, StopStrings
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
-from verl_mt.plugins import extension_function
+from verl_mt.plugins import extension_function, optional_function
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +74,15 @@ class LocalEngine(InferenceEngine):
                 )
             engine: InferenceEngine = extension_function("media_engine").from_setup(setup)
             return engine
+        forward = (optional_function("local_forward") or (lambda _: PackedForward))(setup)
         return cls(
             module,
             end_token_ids=setup.end_token_ids,
             decode=setup.decode,
             max_model_len=setup.max_model_len,
-            options=LocalOptions(max_num_seqs=rollout.max_num_seqs, deterministic=setup.deterministic, seed=setup.seed),
+            options=LocalOptions(
+                rollout.max_num_seqs, deterministic=setup.deterministic, seed=setup.seed, forward=forward
+            ),
             **({"owns_module": True} if setup.overlaps else {}),
         )
 
@@ -100,7 +103,7 @@ class LocalEngine(InferenceEngine):
             raise ConfigError("max_model_len is not set, and the model's config has no max_position_embeddings: set it")
         if longest is not None and max_model_len > longest:
             raise ConfigError(f"max_model_len={max_model_len} is more than the model's {longest} positions; lower it")
-        forward = PackedForward(module, max_model_len)
+        forward = options.forward(module, max_model_len)
         ends = tuple(end_token_ids)
         if any(not 0 <= token < forward.vocab_size for token in ends):
             raise ConfigError(
@@ -166,11 +169,7 @@ class LocalEngine(InferenceEngine):
 
     async def resume(self) -> None:
         """Runs on the caller's loop. Waits until the engine's thread has run it."""
-
-        def act() -> None:
-            self._batcher.paused = False
-
-        await self._command(act)
+        await self._command(partial(setattr, self._batcher, "paused", False))
 
     async def hold_updates(self) -> None:
         """The policy's own module is the trainer's next: a step that has lost its conversations may still run in it.
@@ -356,18 +355,12 @@ def _deliver(results: Iterable[tuple[asyncio.Future[Any] | None, Any]]) -> None:
         if future is not None:
             by_loop.setdefault(future.get_loop(), []).append((future, result))
     for loop, items in by_loop.items():
-        try:
+        # A loop that was closed meanwhile has nobody who waits.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, items)
-        except RuntimeError:
-            # The loop was closed meanwhile, and with it everyone who waited.
-            continue
 
 
 def _resolve(items: list[tuple[asyncio.Future[Any], Any]]) -> None:
     for future, result in items:
-        if future.done():
-            continue
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+        if not future.done():
+            (future.set_exception if isinstance(result, BaseException) else future.set_result)(result)

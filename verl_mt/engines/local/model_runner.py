@@ -26,7 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from verl_mt.engines.local.shared_prefix import SharedKeys, SharedPrefix, attend
+from verl_mt.engines.local.sampling import SamplingRows, sample
+from verl_mt.engines.local.shared_prefix import SharedKeys, SharedPrefix, attend, find_shared_prefix
 from verl_mt.errors import ConfigError, EngineError
 
 NAME = "verl_mt_slots"
@@ -160,6 +161,18 @@ class _PieceGroup:
     length: int
     mask: torch.Tensor
     """[P, 1, Q, L], True = visible."""
+
+
+@dataclass
+class StepTokens:
+    """The tokens of one step, in the layout that `StepAttention` describes."""
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    positions: np.ndarray
+    num_single: int
+    wanted: np.ndarray
+    """Index of every token after which one is sampled."""
 
 
 class StepAttention:
@@ -396,6 +409,26 @@ class PackedForward:
             submodule.training = True
         self._trained = []
 
+    def compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
+        """
+        Args:
+            work: the step's tokens.
+            cache: where keys and values live; takes those of the step.
+            ids: [S, M] of every row of the cache.
+
+        Returns:
+            [W, V] logits after the wanted tokens.
+        """
+        shared, single = None, slice(work.num_single)
+        if cache.can_share:
+            shared = find_shared_prefix(ids, work.rows[single], work.positions[single], cache.position_bytes)
+        step = StepAttention(cache, work.rows, work.positions, work.num_single, self.device, shared)
+        return self(work.tokens, step, work.wanted)
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+        """One token per row and its log-prob; see `sampling.sample`."""
+        return sample(logits, rows)
+
     def __call__(self, tokens: np.ndarray, step: StepAttention, wanted: np.ndarray) -> torch.Tensor:
         """
         Args:
@@ -466,10 +499,8 @@ def _unwrapped(module: torch.nn.Module) -> Any:
     """The Hugging Face model inside a wrapper such as a PEFT model."""
     inner: Any = module
     while not hasattr(type(inner), "_supports_attention_backend"):
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        elif hasattr(inner, "module"):
-            inner = inner.module
-        else:
+        inside = inner.get_base_model() if hasattr(inner, "get_base_model") else getattr(inner, "module", None)
+        if inside is None:
             break
+        inner = inside
     return inner

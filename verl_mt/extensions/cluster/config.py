@@ -33,7 +33,11 @@ class RolloutKeys(Section):
         1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
     )
     gpu_memory_utilization: float = option(
-        0.5, "Share of the device's memory for an engine.", min=0.01, max=1, when=_STARTED_HERE
+        0.5,
+        "Share of the GPU's memory for an engine: sglang takes it of what is free at its start, vllm of all.",
+        min=0.01,
+        max=1,
+        when=_STARTED_HERE,
     )
     free_cache_engine: bool = option(True, "Release the KV cache while training.", when=OTHER_ENGINE)
     placement: str | None = option(

@@ -13,6 +13,7 @@ import inspect
 import json
 import pickle
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +39,8 @@ from verl_mt.extensions.environments.probing import (
     in_child,
     orders,
     play,
+    play_anew,
+    what_stays,
 )
 from verl_mt.tools.agent_data import AgentData
 from verl_mt.tools.executor import ToolExecutor
@@ -46,8 +49,11 @@ from verl_mt.tools.toolset import ToolSet
 
 SIBLINGS = 16
 ACTIONS = 8
-_DEADLINE_S = 20.0
+_DEADLINE_S = 60.0
+"""Of a call: the first one may import a large library."""
 _SHORT_S = 0.2
+_EPISODES = 5
+"""That are looked at for what they leave behind."""
 _PROCESSES = 4
 """At the same time."""
 
@@ -92,11 +98,16 @@ def check(path: str, config: Mapping[str, Any] | None = None, rows: Sequence[Map
         VerlMTError: it is no environment, or no episode can begin; names class and line.
     """
     kind = build_kind(path, dict(config or {}), timeout_s=_DEADLINE_S)
-    return check_kind(kind, rows or [{"seed": 1}, {"seed": 2}])
+    return check_kind(kind, rows or [{"seed": 1}, {"seed": 2}], path=path)
 
 
-def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> list[Line]:
+def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]], *, path: str | None = None) -> list[Line]:
     """Check an environment that is built already.
+
+    Args:
+        kind: the environment.
+        rows: rows of the data set.
+        path: where a new interpreter finds it; None = only copies of this process are looked at.
 
     Raises:
         VerlMTError: a row lacks a column, or no episode can begin; names class and line.
@@ -109,14 +120,24 @@ def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]]) -> list[Line]:
         count = len(range(number, SIBLINGS, len(subject.rows)))
         subject.scripts += [Script(row, ordered) for ordered in orders(actions, count, number)]
     lines = [_determinism(subject)]
-    is_deterministic = lines[0].verdict == "ok"
-    for look in (_resets, _siblings, _processes, _order, _fork):
-        lines += look(subject) if is_deterministic else []
+    if lines[0].verdict == "ok" and path is not None:
+        lines[0] = _anew(subject, path) or lines[0]
+    is_deterministic = lines[0].verdict != "wrong"
+    for what, look in _LOOKS.items():
+        lines += _looked(subject, what, look) if is_deterministic else []
     if not is_deterministic:
         lines.append(
             Line("note", "isolation, order, fork", "not looked at: answers that differ anyway cannot be compared")
         )
-    return [*lines, *_closing(subject), *_facts(subject)]
+    return [*lines, *_looked(subject, "process state", _process), *_closing(subject), *_facts(subject)]
+
+
+def _looked(subject: Subject, what: str, look: Callable[[Subject], Iterator[Line]]) -> list[Line]:
+    """The lines of a look. Siblings may wait for each other until their process is ended."""
+    try:
+        return list(look(subject))
+    except ChildFailed as error:
+        return [Line("wrong", what, f"{subject.place}: {error}. Something is shared, and one waits for another")]
 
 
 def _alone(subject: Subject, script: Script) -> Trace:
@@ -137,6 +158,21 @@ def _determinism(subject: Subject) -> Line:
         if failed := [said for said in trace if said.startswith("failed: ")]:
             return Line("wrong", "determinism", f"{subject.place}: an episode {failed[0]}")
     return Line("ok", "determinism", f"{len(subject.scripts)} episodes, each twice, are the same")
+
+
+def _anew(subject: Subject, path: str) -> Line | None:
+    """The same actions where the class is imported again; None = they are answered in the same way."""
+    some = subject.scripts[: len(subject.rows)]
+    try:
+        traces = play_anew(path, subject.kind.config, some, subject.kind.timeout_s)
+    except (ChildFailed, TypeError, subprocess.TimeoutExpired) as error:
+        return Line("note", "determinism", f"in copies of this process. Not looked at in a new one: {error}")
+    for expected, got in zip(subject.expected, traces):
+        if found := _difference(expected, got):
+            text = f"{subject.place}: the same actions in a new interpreter gave {found}. Something that is made at "
+            text += "import, the order of a set or hash() of a text decides, or state outside of the process"
+            return Line("wrong", "determinism", text)
+    return None
 
 
 def _resets(subject: Subject) -> Iterator[Line]:
@@ -163,6 +199,18 @@ def _processes(subject: Subject) -> Iterator[Line]:
             children = [Child(partial(play, subject.kind, [script]), Path(name)) for script in some]
             traces += [child.result().traces[0] for child in children]
     yield _compared(subject, "isolation of processes", traces, "beside other processes")
+
+
+def _process(subject: Subject) -> Iterator[Line]:
+    """What episodes leave behind in their process."""
+    what = "process state"
+    changed, used = in_child(partial(what_stays, subject.kind, subject.scripts[:_EPISODES]))
+    if changed:
+        yield Line("wrong", what, f"{subject.place}: an episode changes {'; '.join(changed)}")
+    else:
+        yield Line("ok", what, f"{_EPISODES - 1} episodes leave their process as it was")
+    if used:
+        yield Line("note", what, f"an episode uses {'; '.join(used)}. Make a generator in reset: random.Random(seed)")
 
 
 def _compared(subject: Subject, what: str, traces: Sequence[Trace], when: str) -> Line:
@@ -266,6 +314,15 @@ def _fork(subject: Subject) -> Iterator[Line]:
             yield Line("wrong", "fork", f"{place}: the copy is in another state: it gave {other_state}")
             return
     yield Line("ok", "fork", "a copy acts alone, and as its object would")
+
+
+_LOOKS: dict[str, Callable[[Subject], Iterator[Line]]] = {
+    "isolation of resets": _resets,
+    "isolation of siblings": _siblings,
+    "isolation of processes": _processes,
+    "order of calls": _order,
+    "fork": _fork,
+}
 
 
 def _closing(subject: Subject) -> Iterator[Line]:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import json
 import multiprocessing
 import os
 import random
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl_mt.environments.base import Environment
-from verl_mt.environments.kinds import Kind
+from verl_mt.environments.kinds import Kind, build_kind
 from verl_mt.environments.session import EnvironmentSession
 from verl_mt.errors import PluginError, ToolCallError, UserCodeError, error_text
+from verl_mt.extensions.environments.process_state import ProcessState, settled
 from verl_mt.tools.results import normalize
 from verl_mt.tools.toolset import ToolSet
 
@@ -26,8 +32,9 @@ Action = tuple[str, Any]
 Trace = tuple[str, ...]
 """What an environment said: its prompt, the answer to each action, and at the end its score and state."""
 
-_CHILD_S = 120.0
+_CHILD_S = 300.0
 """Deadline of a process."""
+_MARK = "\ntraces of a new interpreter: "
 _WORD = re.compile(r"\[\w+\]|\w+")
 
 
@@ -174,6 +181,8 @@ def play(kind: Kind, scripts: Sequence[Script], *, at_once: str = "") -> Played:
 
 
 async def _play(kind: Kind, scripts: Sequence[Script], at_once: str) -> Played:
+    if not at_once:
+        return await _one_after_the_other(kind, scripts)
     episodes = [_Episode(kind, script, number) for number, script in enumerate(scripts)]
     if at_once == "turns":
         live = [episode.steps() for episode in episodes]
@@ -190,13 +199,69 @@ async def _play(kind: Kind, scripts: Sequence[Script], at_once: str) -> Played:
             async for _ in episode.steps():
                 pass
 
-        if at_once == "threads":
-            await asyncio.gather(*map(whole, episodes))
-        else:
-            for episode in episodes:
-                await whole(episode)
-    seconds = [span.end_s - span.start_s for e in episodes for span in e.session.time_spans if span.turn == 0]
-    return Played([tuple(episode.trace) for episode in episodes], seconds)
+        await asyncio.gather(*map(whole, episodes))
+    return Played([tuple(episode.trace) for episode in episodes])
+
+
+async def _one_after_the_other(kind: Kind, scripts: Sequence[Script]) -> Played:
+    """Each object is gone before the next is made, so that one may get its place in memory and its thread's number."""
+    played = Played([])
+    for number, script in enumerate(scripts):
+        episode = _Episode(kind, script, number)
+        async for _ in episode.steps():
+            pass
+        played.traces.append(tuple(episode.trace))
+        played.seconds += [span.end_s - span.start_s for span in episode.session.time_spans if span.turn == 0]
+        del episode
+        gc.collect()
+    return played
+
+
+def play_anew(path: str, config: Mapping[str, Any], scripts: Sequence[Script], timeout_s: float) -> list[Trace]:
+    """Play scripts in a new interpreter, which imports the class again and hashes texts in another way.
+
+    Args:
+        path: as `rollout.environment.path`.
+        config: as `rollout.environment.config`.
+        scripts: the episodes.
+        timeout_s: deadline of each call.
+
+    Raises:
+        ChildFailed: the interpreter ended with an error.
+        TypeError: rows or configuration are no JSON.
+    """
+    told = json.dumps([path, config, [[script.row, script.actions] for script in scripts], timeout_s])
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import _anew; _anew()"], input=told, capture_output=True,
+            text=True, timeout=_CHILD_S, env={**os.environ, "PYTHONHASHSEED": seed, "TMPDIR": folder},
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise ChildFailed(f"a new interpreter failed: {done.stderr.strip()[-300:]}")
+    return [tuple(trace) for trace in json.loads(done.stdout.rpartition(_MARK)[2])]
+
+
+def _anew() -> None:
+    """Runs in the new interpreter."""
+    path, config, scripts, timeout_s = json.load(sys.stdin)
+    kind = build_kind(path, config, timeout_s=timeout_s)
+    played = [in_child(partial(play, kind, [Script(row, actions)])).traces[0] for row, actions in scripts]
+    print(_MARK + json.dumps(played), flush=True)
+    os._exit(0)
+
+
+def what_stays(kind: Kind, scripts: Sequence[Script]) -> tuple[list[str], list[str]]:
+    """What episodes change in their process, and what they only use of it. Runs in a child.
+
+    The first one is not counted: it may import.
+    """
+    new = ProcessState()
+    play(kind, scripts[:1])
+    new.restore()
+    before = settled(new, 1)
+    play(kind, scripts[1:])
+    return settled(before, len(scripts) - 1).changes(before, len(scripts) - 1)
 
 
 class _Episode:

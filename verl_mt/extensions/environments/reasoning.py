@@ -8,7 +8,7 @@ from typing import Any
 from verl_mt.environments.base import Done, Environment
 from verl_mt.errors import PluginError
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ANSWER = r"<answer>(.*?)</answer>"
 
 
 class ReasoningGym(Environment):
@@ -17,10 +17,20 @@ class ReasoningGym(Environment):
 
     Args:
         task: the family (`spell_backward`); `reasoning_gym.factory.DATASETS` lists them.
+        answer_pattern: a regular expression whose group is the answer, for models that do not write `<answer>`.
         config: the family's own settings (`min_word_len=3`).
+
+    Raises:
+        PluginError: `reasoning_gym` is not installed, or `answer_pattern` is no regular expression with one group.
     """
 
-    def __init__(self, task: str, **config: Any):
+    def __init__(self, task: str, answer_pattern: str = ANSWER, **config: Any):
+        try:
+            self._answer = re.compile(answer_pattern, re.DOTALL)
+        except re.error as error:
+            raise PluginError(f"answer_pattern {answer_pattern!r} is no regular expression: {error}") from error
+        if self._answer.groups != 1:
+            raise PluginError(f"answer_pattern {answer_pattern!r} has {self._answer.groups} groups. It needs one")
         try:
             import reasoning_gym
         except ImportError as error:
@@ -36,7 +46,7 @@ class ReasoningGym(Environment):
 
     def reply(self, text: str) -> str:
         """Score the answer; the episode is over."""
-        found = _ANSWER.findall(text)
+        found = self._answer.findall(text)
         self._score = float(self._tasks.score_answer(answer=(found[-1] if found else text).strip(), entry=self._entry))
         raise Done("")
 

@@ -1,7 +1,8 @@
-"""`python -m verl_mt.data_check`: what a run would understand of a data file, and what it could not use.
+"""`python -m verl_mt.data_check`: the old name of `verl-mt doctor FILE`.
 
-    python -m verl_mt.data_check train.jsonl val.jsonl
-    python -m verl_mt.data_check train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
+    verl-mt doctor train.jsonl val.jsonl
+    verl-mt doctor train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
+    verl-mt doctor train.jsonl actor_rollout_ref.rollout.environment.path=maze.py:Maze
 
 Every row is read as a run reads it. Printed are what each column means, the first row as messages (with `--model` as
 the text that the model reads), and every row that cannot be used. `docs/your_own_data.md` shows a row with all columns.
@@ -20,10 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_mt.config.compose import compose
+from verl_mt.config.rollout import EnvironmentConfig
 from verl_mt.config.schema import DataConfig
 from verl_mt.data.conversation import Message, user_texts
 from verl_mt.data.dataset import Columns, DataRow, examine_rows
-from verl_mt.errors import VerlMTError
+from verl_mt.environments.kinds import KEY, build_environments
+from verl_mt.errors import DataError, VerlMTError
+from verl_mt.extensions.inspection.doctor.row_contents import doubts, words_of
 from verl_mt.plugins import listing
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ _MEANINGS = {
     "data_source": "chooses the reward function; validation is reported under it",
     "reward_model": "the reward gets its ground_truth",
     "ground_truth": "the reward gets it",
-    "extra_info": "the reward gets it; tools_kwargs, tool_selection, interaction_kwargs in it are read",
+    "extra_info": "the reward gets it; tools_kwargs, tool_selection, prompt_tools, interaction_kwargs in it are read",
     "images": "pictures for the places <image> of the prompt",
     "videos": "videos for the places <video> of the prompt",
     "metadata": "metadata of the sample that a generate function sees",
@@ -107,15 +111,25 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
     Args:
         path: a .parquet, .jsonl or .json file, or `module:function` as `data.train_files` takes it.
         model: a folder or hub name: its chat template renders the prompts, and its tokenizer counts them.
-        overrides: keys of `data` that say how rows are read: `["data.prompt_key=question"]`.
+        overrides: keys that say how rows are read: those of `data` (`["data.prompt_key=question"]`), and of
+            `actor_rollout_ref.rollout.environment`, whose rows need no prompt.
 
     Raises:
         VerlMTError: the file cannot be read or has no rows, a key is wrong, or the model's template cannot be had.
     """
-    data = compose(overrides, config_name="ppo_trainer").data if overrides else DataConfig()
-    columns = Columns(data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system)
+    config = compose(overrides, config_name="ppo_trainer") if overrides else None
+    data = config.data if config else DataConfig()
+    environment = config.actor_rollout_ref.rollout.environment if config else EnvironmentConfig()
+    makes_prompt = environment.is_configured
+    columns = Columns(
+        data.prompt_key, data.label_key, not data.apply_chat_template, data.columns, data.system, makes_prompt
+    )
     raw, rows, problems = examine_rows(str(path), num_rows=data.train_max_samples, columns=columns)
     remarks = _remarks(rows, columns.prompt)
+    if makes_prompt:
+        problems += _unfit(rows, environment)
+    elif raw and not any(columns.prompt in row for row in raw.values()):
+        remarks.append(f"no row has a prompt. An environment may make it: add {KEY}.path=PATH")
     rendered = longest = None
     control = _likely_control
     if model is not None and rows:
@@ -133,6 +147,18 @@ def check_data(path: str | Path, *, model: str | None = None, overrides: Sequenc
         )
     found = {name: _column_found(name, list(raw.values()), columns) for row in raw.values() for name in row}
     return DataCheck(str(path), len(raw), found, rows, rendered, longest, problems, remarks)
+
+
+def _unfit(rows: Sequence[DataRow], config: EnvironmentConfig) -> list[str]:
+    """What the environment's class wants and a row has not."""
+    tools, found = build_environments(config, None, 60.0), []
+    for row in rows:
+        try:
+            assert tools is not None
+            tools.of_row(row.extra_info, row.raw)
+        except DataError as error:
+            found.append(f"{row.place}: {error}")
+    return found
 
 
 def _column_found(name: str, rows: list[dict[str, Any]], columns: Columns) -> ColumnFound:
@@ -165,10 +191,7 @@ def _remarks(rows: Sequence[DataRow], prompt: str) -> list[str]:
         found.append(
             f"the ground truth is of several kinds: {each}. A reward that compares texts must make texts of them"
         )
-    first: dict[str, DataRow] = {}
-    again = [row for row in rows if first.setdefault(repr((row.prompt, row.ground_truth)), row) is not row]
-    if again:
-        found.append(f"{_places(again)}: the same prompt and ground truth as an earlier row")
+    found += [text for text, _ in doubts(rows)]
     return found
 
 
@@ -217,22 +240,28 @@ def _text(message: Message) -> str:
 
 def _shared(one: DataCheck, other: DataCheck) -> list[str]:
     """What is in both files: what was trained on measures nothing."""
-    known = {repr(row.prompt) for row in one.rows}
-    both = [row for row in other.rows if repr(row.prompt) in known]
+    known = {words_of(row) for row in one.rows}
+    both = [row for row in other.rows if words_of(row) in known]
     return [f"note: {_places(both)}: the prompt is in {one.path}, too"] if both else []
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 where a row cannot be used, 2 for bad input (one line on stderr)."""
+    """`run` under its old name. Returns its exit status."""
+    print("python -m verl_mt.data_check is verl-mt doctor FILE now", file=sys.stderr)
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0, or 2 where a row or the input cannot be used (bad input: one line on stderr)."""
     parser = argparse.ArgumentParser(
-        prog="python -m verl_mt.data_check",
-        usage="%(prog)s FILE [FILE ...] [--model PATH] [data.KEY=value ...]",
-        description=__doc__.split("\n")[0],
+        prog="verl-mt doctor",
+        usage="%(prog)s FILE [FILE ...] [--model PATH] [KEY=value ...]",
+        description="What a run would understand of files of rows, and what it could not use.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=".parquet, .jsonl or .json, or module:function")
     parser.add_argument("--model", help="local folder or hub name: render the prompts with its chat template")
     args = parser.parse_args(argv)
-    overrides = [word for word in args.files if word.startswith("data.") and "=" in word]
+    overrides = [word for word in args.files if word.startswith(("data.", f"{KEY}.")) and "=" in word]
     try:
         checks = [check_data(f, model=args.model, overrides=overrides) for f in args.files if f not in overrides]
     except VerlMTError as error:
@@ -242,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     for one, other in combinations(checks, 2):
         for note in _shared(one, other):
             print(note)
-    return 0 if all(checks) else 1
+    return 0 if all(checks) else 2
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -62,6 +62,7 @@ def load_demonstrations(
     min_reward: float | None = None,
     max_tokens: int | None = None,
     tools: ToolSet | None = None,
+    rows: Mapping[int, dict[str, Any]] | None = None,
 ) -> Demonstrations:
     """Rows of a file, or the training rollouts of a run directory, as scored trajectories.
 
@@ -72,6 +73,7 @@ def load_demonstrations(
         data: of the run to come: its `system` begins conversations that have no system message, as in a rollout.
         min_reward: rollouts below are left out; refused for conversations, which have none.
         max_tokens: longer ones are left out; None = none is.
+        rows: those of the source, if you have read and changed them: position, from 0 -> row.
         tools: those that the run to come shows. Conversations without `tools` are shown these; None = the rows' own.
 
     Raises:
@@ -80,8 +82,8 @@ def load_demonstrations(
     """
     found = Demonstrations()
     system = None if data is None else system_text(data.system)
-    for file in _files_of(Path(source).expanduser(), key):
-        for index, row in _rows_of(file, key):
+    for file in _files_of(Path(source).expanduser(), key) if rows is None else [Path(source)]:
+        for index, row in _rows_of(file, key) if rows is None else rows.items():
             where = f"{file}, row {index + 1}"
             try:
                 shown = _tools_shown(row, tools)
@@ -139,7 +141,8 @@ def _tools_shown(row: dict[str, Any], tools: ToolSet | None) -> list[dict[str, A
         wanted = tools.schemas([name for name in names if name in tools.names])
     else:
         extra = row.get("extra_info") or {}
-        wanted = tools.for_row(tool_selection=extra.get("tool_selection")).schemas()
+        shown = extra.get("prompt_tools")
+        wanted = tools.for_row(tool_selection=extra.get("tool_selection"), prompt_tools=shown).schemas(shown)
     if given is None:
         return wanted
     found = list(islice(_differences(_by_name(given), _by_name(wanted)), _NUM_DIFFERENCES))

@@ -81,6 +81,9 @@ class BorrowedClient(Client):
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         await self._asked("call", name, body, timeout_s)
 
+    async def progress(self) -> Any:
+        return await self._asked("progress")
+
     def give_up(self, reason: str) -> None:
         if self._reason is None and self._endpoint is not None and self._ways.present == self._endpoint:
             self._say((self._ways.number, self._endpoint.life, reason))
@@ -121,6 +124,11 @@ class BorrowingEngine(ReplicatedEngine):
     @abc.abstractmethod
     def _connect(self, endpoint: Endpoint) -> Client:
         """The client of a server at this address."""
+
+    def share(self, count: int) -> None:
+        """As many rollout workers ask the same replicas: this one sends its part of what they decode at once."""
+        for replica in self._replicas:
+            replica.seats.resize(-(-self._options.max_num_seqs // count))
 
     def hear(self, news: Any) -> None:
         version, endpoints = news

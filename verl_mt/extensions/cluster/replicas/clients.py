@@ -20,6 +20,8 @@ _GOODBYE_S = 10.0
 _LAST_WORDS_S = 3.0
 """How long a process that could not start its engine gets to write why."""
 CONNECT_S = 10.0
+EMPTY = {"load_format": "dummy"}
+"""Of SGLang and vLLM: the argument of an engine that reads no files. Its weights are random until they are sent."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Endpoint:
         """As `Client.call`, where there is no server."""
         await self.ask.later("call", name, body, timeout_s)
 
+    async def progress(self) -> Any:
+        """As `Client.progress`, where there is no server."""
+        return await self.ask.later("progress")
+
 
 class Client(abc.ABC):
     """Names of calls are those of SGLang's HTTP endpoints; bodies and answers are theirs, too. Another engine's process
@@ -61,8 +67,12 @@ class Client(abc.ABC):
     """Over which the model is split (tensor parallelism)."""
     on_gpu = False
     """A server whose weights are on a GPU, as far as it says."""
+    takes: int | None = None
+    """Requests that it decodes at once, where it tells."""
     pristine = True
     """Since it was started, nobody has changed the weights of the model's files."""
+    starts_empty = False
+    """Set before the start of an engine of ours: it reads no files, and has no weights until the first update."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -98,6 +108,14 @@ class Client(abc.ABC):
             EngineError: the engine refused.
             EngineGoneError: the engine went away, or did not answer in time and was given up.
         """
+
+    async def progress(self) -> Any:
+        """Something that changes with each token that the engine samples, or soon after it; None = it does not tell.
+
+        Raises:
+            EngineError: it does not answer.
+        """
+        return None
 
     def receiver(self) -> Receiver:
         """The engine as its publisher sees it, from any thread."""
@@ -203,12 +221,13 @@ class ChildClient(Client):
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    async def launch(self, earlier: ProcessGroup | None = None) -> ProcessGroup:
+    async def launch(self, empty: bool = False, earlier: ProcessGroup | None = None) -> ProcessGroup:
         """Begin to start; returns whom to end if this process cannot any more.
 
         Runs on the client's loop. Waits for the end of `earlier`, in a thread.
 
         Args:
+            empty: see `Client.starts_empty`.
             earlier: of an engine that had the same devices. Who held it was killed and could not end it: it is ended
                 before this one begins.
         """
@@ -218,13 +237,13 @@ class ChildClient(Client):
         with theirs:
             self._process = self._spawn(theirs.fileno())
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(encode(self._arguments))
+        self._writer.write(encode(self._arguments | (EMPTY if empty else {})))
         return ProcessGroup.of(self._process)
 
     async def start(self, timeout_s: float) -> None:
         """Runs on the client's loop. Waits for the engine's process to load the model."""
         if self._process is None:
-            await self.launch()
+            await self.launch(self.starts_empty)
         assert self._process is not None and self._reader is not None
         try:
             first = await asyncio.wait_for(read_frame(self._reader), timeout_s)
@@ -250,6 +269,9 @@ class ChildClient(Client):
         answer = await self._in_time(name, self._ask(name, body), timeout_s)
         if not answer["success"]:
             raise EngineError(f"{self.kind} refused {name}: {answer.get('message', 'no reason given')}")
+
+    async def progress(self) -> Any:
+        return (await self._ask("progress", {})).get("seen")
 
     def give_up(self, reason: str) -> None:
         super().give_up(reason)
@@ -336,7 +358,7 @@ class HostedClient(Client):
         environment = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         try:
             await asyncio.wait_for(self.host.make(self._path, self._arguments, environment), timeout_s)
-            self._last[:] = [await self.host.call("launch", *self._last)]
+            self._last[:] = [await self.host.call("launch", self.starts_empty, *self._last)]
             self._pid = self._last[0].pid
             await self.host.call("start", timeout_s)
         except (EngineGoneError, TimeoutError) as error:
@@ -357,6 +379,9 @@ class HostedClient(Client):
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         # Its own deadline ends the engine there; this one is for a machine that does not answer any more.
         await self._in_time(name, self._ask("call", name, body, timeout_s), timeout_s + CONNECT_S)
+
+    async def progress(self) -> Any:
+        return await self._ask("progress")
 
     async def stop(self) -> None:
         lost = self._reason

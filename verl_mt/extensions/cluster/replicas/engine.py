@@ -9,7 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from verl_mt.data.requests import GenerationOutput, GenerationRequest
@@ -29,12 +29,14 @@ from verl_mt.extensions.cluster.replicas import shared_memory
 from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape, model_shape
+from verl_mt.extensions.cluster.replicas.open_files import raise_limit
 from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
 from verl_mt.extensions.cluster.replicas.replica import Replica
 from verl_mt.extensions.cluster.replicas.routing import Router
-from verl_mt.extensions.cluster.replicas.turn import Turn
+from verl_mt.extensions.cluster.replicas.turn import LiveTurn, Turn, first_of
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice, PublishesHere, WeightSender, send_to_all
-from verl_mt.modeling.weights import ModelShape, model_shape
+from verl_mt.extensions.cluster.start_log import start_all, start_log
 
 _log = logging.getLogger(__name__)
 _ABORT_CALL_S = 60.0
@@ -45,21 +47,6 @@ _NUM_LIVES = 5
 """In which an engine may fail to take the same weights."""
 _NUM_ABORTS = 30
 """An engine that does not end a request after being told so often is taken for dead."""
-
-
-@dataclass(eq=False)
-class _Live:
-    """A request on its way."""
-
-    turn: Turn
-    deadline: float | None
-    """On the event loop's clock."""
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Somebody wants it to end, with what it has."""
-
-    def left_s(self) -> float | None:
-        """Seconds to its deadline."""
-        return None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
 
 
 class ReplicatedEngine(InferenceEngine):
@@ -97,6 +84,7 @@ class ReplicatedEngine(InferenceEngine):
         self._options = options
         self._shape: ModelShape | None = None
         # Ranks elsewhere reach hosts and servers; an engine beside this process is reached from here.
+        raise_limit()
         by_memory = {"tensor_buckets"} | ({"from_ranks"} if options.hosts or options.servers else set())
         transports = {"disk"} if options.transport == "disk" else {"disk", *by_memory}
         self.capabilities = Capabilities(
@@ -106,6 +94,9 @@ class ReplicatedEngine(InferenceEngine):
             overlaps_training=not frees,
         )
         self._version = 0
+        self._weights_follow = self._is_empty = False
+        """`start_without_weights` was called; and engines read no files when they start (see `Client.starts_empty`)."""
+        self._waits_for_weights = False
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._paused_in_place = False
@@ -118,7 +109,7 @@ class ReplicatedEngine(InferenceEngine):
         self._publishing = PublishesHere()
         self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
         self._router = Router(self._replicas)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveTurn] = {}
         self._closed = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Task[None] | None = None
@@ -138,9 +129,17 @@ class ReplicatedEngine(InferenceEngine):
             self._starting = asyncio.ensure_future(self._start())
         await asyncio.shield(self._starting)
 
+    async def start_without_weights(self) -> bool:
+        """Engines of ours read no files where an update sends all that the checkpoint has, and not by files itself."""
+        self._weights_follow = self._starting is None
+        await self.start()
+        return self._waits_for_weights
+
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         await self.start()
         self._check_open()
+        if self._waits_for_weights:
+            raise EngineError(f"the {self.kind} engine has no weights yet: call apply() before generate()")
         assert self._shape is not None
         check_request(
             request,
@@ -150,8 +149,7 @@ class ReplicatedEngine(InferenceEngine):
         )
         if request.request_id in self._live:
             raise EngineError(f"request {request.request_id!r} is already being sampled; ids must be unique")
-        deadline = None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s
-        live = _Live(self.turn(request, self._options.max_model_len, self._options.end_token_ids), deadline)
+        live = LiveTurn.of(self.turn(request, self._options.max_model_len, self._options.end_token_ids))
         self._live[request.request_id] = live
         try:
             return await self._generate(live)
@@ -202,8 +200,10 @@ class ReplicatedEngine(InferenceEngine):
                 if not update.streamed:
                     verify(update.tensors, self._shape.weights)
             await self.expect(update)
-            # Somebody's server that is away is not waited for as long as there is another one.
-            present = [replica for replica in self._replicas if replica.is_ready or replica.is_ours]
+            # Somebody's server that is away is not waited for as long as there is another one. Nor is, at the start, an
+            # engine of ours that failed: it takes this update when it comes.
+            waits = not self._waits_for_weights
+            present = [replica for replica in self._replicas if replica.is_ready or (replica.is_ours and waits)]
             await self._send_to_serving(update)
             await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in present or self._replicas))
             # From here on new lives begin with this update. Who began one meanwhile has the last one: it gets this now.
@@ -212,7 +212,10 @@ class ReplicatedEngine(InferenceEngine):
             late = [replica for replica in self._replicas if replica.is_ready and replica.holds is not update]
             await asyncio.gather(*(self._bring_up_to_date(replica, update) for replica in late))
             await asyncio.gather(*(self._take_back(replica, "kv_cache") for replica in self._replicas))
-            self._version = update.version
+            if self._waits_for_weights:
+                number = sum(replica.is_ready for replica in self._replicas)
+                start_log.info("%s: weights sent to %d engine%s", self.kind, number, "s" if number > 1 else "")
+            self._version, self._waits_for_weights = update.version, False
             self._router.forget_prompts()
 
     async def hold_updates(self) -> None:
@@ -323,7 +326,19 @@ class ReplicatedEngine(InferenceEngine):
         )
         for replica in self._replicas:
             replica.sender.shape = self._shape
+        self._is_empty = self._waits_for_weights = self._weights_follow and self._needs_no_files(self._shape)
         await self._start_replicas()
+
+    def _needs_no_files(self, shape: ModelShape) -> bool:
+        options = self._options
+        if options.servers or options.transport == "disk" or "load_format" in options.engine_kwargs:
+            return False
+        if shape.unsent:
+            some = min(shape.unsent)
+            start_log.info(
+                "each engine reads the model's files: %d weights, such as %s, are not trained", len(shape.unsent), some
+            )
+        return shape.unsent == frozenset()
 
     async def _start_replicas(self) -> None:
         """All at once. One that fails is started again while the others sample; a server of the user's that fails, or
@@ -335,7 +350,7 @@ class ReplicatedEngine(InferenceEngine):
                 "algorithm.rollout_correction.rollout_is=token",
                 self._options.model_path,
             )
-        results = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
+        results = await start_all(self._replicas, self.kind)
         failed = {r: error for r, error in zip(self._replicas, results) if isinstance(error, BaseException)}
         known = all(replica.is_ours and isinstance(error, VerlMTError) for replica, error in failed.items())
         if not known or len(failed) == len(results):
@@ -351,8 +366,14 @@ class ReplicatedEngine(InferenceEngine):
         paused = lambda: not self._resumed.is_set()  # noqa: E731
         sender = WeightSender(options, paused, self._publishing, self._publisher_for)
         name = options.hosts[number].name if options.hosts else options.servers[number] if options.servers else ""
+
+        def next_life() -> Client:
+            client = make()
+            client.starts_empty = self._is_empty
+            return client
+
         return Replica(
-            make,
+            next_life,
             sender,
             timeout_s=options.timeout_s,
             is_ours=not options.servers,
@@ -360,6 +381,7 @@ class ReplicatedEngine(InferenceEngine):
             kind=self.kind,
             may_start=self._may_start,
             settled=self._settled,
+            takes=options.max_num_seqs,
         )
 
     async def _send_to_serving(self, update: WeightUpdate) -> None:
@@ -405,33 +427,54 @@ class ReplicatedEngine(InferenceEngine):
 
     # Requests
 
-    async def _generate(self, live: _Live) -> GenerationOutput:
+    async def _generate(self, live: LiveTurn) -> GenerationOutput:
         while True:
             if not await self._may_go(live):
                 return live.turn.output("abort")
             begins = self._router.begins(live.turn.request.session_id)
             replica = await self._route(live)
             # Counted before anything is awaited: the next conversation is placed by it.
-            with _counted(replica, live.turn):
+            with _counted(replica, live.turn), replica.seats.one(begins=begins) as seat:
+                if not await self._seated(live, seat):
+                    return live.turn.output("abort")
+                others = any(other.is_ready for other in self._replicas)
+                if not self._resumed.is_set() or (others and not replica.is_ready):
+                    continue
                 client = await replica.ready(live.left_s())
                 if begins and live.turn.cached_tokens is None:
                     live.turn.cached_tokens = await self._prefilled(live, client)
                     if not await self._may_go(live):
                         return live.turn.output("abort")
-                reason = live.turn.add(await self._ask(live, client), self._version)
+                reason = live.turn.add(await self._ask(live, replica, client), self._version)
             replica.has_served = True
+            replica.progress.made()
             if reason is not None:
                 name = replica.name if len(self._replicas) > 1 else None
                 return replace(live.turn.output(reason), replica=name)
 
-    async def _may_go(self, live: _Live) -> bool:
+    async def _seated(self, live: LiveTurn, seat: asyncio.Future[None]) -> bool:
+        """Wait for the seat. False = the request is to end instead."""
+        if not seat.done():
+            stopped: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)
+            ]
+            left_s = live.left_s(whole=True)
+            try:
+                await asyncio.wait([seat, *stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in stopped:
+                    task.cancel()
+            self._check_open()
+        return seat.done() and not live.stop.is_set()
+
+    async def _may_go(self, live: LiveTurn) -> bool:
         """Wait out a pause. False = the request is to end instead."""
         if not self._resumed.is_set() and not live.stop.is_set():
-            await _first(live.left_s(), self._resumed, live.stop, self._closed)
+            await first_of(live.left_s(whole=True), self._resumed, live.stop, self._closed)
             self._check_open()
         return self._resumed.is_set() and not live.stop.is_set() and live.left_s() != 0.0
 
-    async def _route(self, live: _Live) -> Replica:
+    async def _route(self, live: LiveTurn) -> Replica:
         """The session's replica; another one while that is away."""
         request = live.turn.request
         chosen = self._router.choose(request.session_id, request.input_ids, len(request.input_ids) + live.turn.room)
@@ -451,7 +494,7 @@ class ReplicatedEngine(InferenceEngine):
         self._router.move(request.session_id, found)
         return found
 
-    async def _prefilled(self, live: _Live, client: Client) -> int | None:
+    async def _prefilled(self, live: LiveTurn, client: Client) -> int | None:
         """See `Router.prefilled`; who is to end does not wait."""
         prompt = asyncio.ensure_future(self._router.prefilled(client, live.turn.request.input_ids))
         stopped = asyncio.ensure_future(live.stop.wait())
@@ -462,13 +505,13 @@ class ReplicatedEngine(InferenceEngine):
             stopped.cancel()
             prompt.cancel()
 
-    async def _ask(self, live: _Live, client: Client) -> dict[str, Any]:
+    async def _ask(self, live: LiveTurn, replica: Replica, client: Client) -> dict[str, Any]:
         """The engine's answer; after an abort or a deadline the part that was sampled."""
         rid = uuid.uuid4().hex
         asked = asyncio.ensure_future(client.generate(live.turn.body(rid)))
         stopped = asyncio.ensure_future(live.stop.wait())
         try:
-            await asyncio.wait({asked, stopped}, timeout=live.left_s(), return_when=asyncio.FIRST_COMPLETED)
+            await replica.progress.wait(asked, stopped, client, live.deadline, live.patience_s)
             for _ in range(_NUM_ABORTS):
                 if asked.done():
                     break
@@ -527,13 +570,3 @@ def _counted(replica: Replica, turn: Turn) -> Iterator[None]:
     finally:
         replica.outstanding -= tokens
         replica.num_sampled += len(turn.token_ids) - before
-
-
-async def _first(timeout_s: float | None, *events: asyncio.Event) -> None:
-    """Wait until one of the events is set, or the time is over."""
-    tasks = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

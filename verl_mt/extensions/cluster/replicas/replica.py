@@ -9,6 +9,7 @@ from collections.abc import Callable
 from verl_mt.engines.base import WeightUpdate
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.load import Progress, Seats
 from verl_mt.extensions.cluster.replicas.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Replica:
         name: among the others, the same in all of its lives.
         kind: of the engine, for messages.
         may_start: set while the device's memory is the engines'; a new life waits for it.
+        takes: requests that the engine decodes at once, where it does not tell itself.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Replica:
         kind: str = "SGLang",
         may_start: asyncio.Event | None = None,
         settled: asyncio.Event | None = None,
+        takes: int = 256,
     ):
         self.name = name
         self._what = f"the {kind} engine"
@@ -56,6 +59,8 @@ class Replica:
         """Tokens that the requests on their way may still take, prompts included."""
         self.num_sampled = 0
         """Tokens, in all of its lives."""
+        self.seats = Seats(takes)
+        self.progress = Progress()
         self.is_ours = is_ours
         self.sender = sender
         self.holds: WeightUpdate | None = None
@@ -144,6 +149,8 @@ class Replica:
         try:
             async with self.lock:
                 await client.start(self._timeout_s)
+                if client.takes is not None:
+                    self.seats.resize(client.takes)
                 self.holds = await self._take_weights(client)
         except BaseException:
             await client.stop()

@@ -15,13 +15,12 @@ import httpx
 
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError, error_text
+from verl_mt.extensions.cluster.replicas import open_files
 from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, Client, Endpoint
 from verl_mt.extensions.cluster.replicas.options import is_local
 
 KEY = "actor_rollout_ref.rollout.servers"
 _START_S = 30.0
-_KEEP_ALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 _SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -67,14 +66,6 @@ class ServerClient(Client):
         key = os.environ.get(self.key_variable)
         self._headers = headers if headers is not None else {"Authorization": f"Bearer {key}"} if key else {}
         self._life = uuid.uuid4().hex
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
-            headers=self._headers,
-            # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
-            trust_env=False,
-        )
 
     @staticmethod
     @abc.abstractmethod
@@ -82,8 +73,11 @@ class ServerClient(Client):
         """What a call of `Client.call` is at this server, one after the other."""
 
     @abc.abstractmethod
-    async def _attach(self) -> None:
+    async def _attach(self, http: httpx.AsyncClient) -> None:
         """Compare the server with what is wanted, and learn what it is.
+
+        Args:
+            http: a connection for the start.
 
         Raises:
             ConfigError: it is another one.
@@ -100,8 +94,8 @@ class ServerClient(Client):
 
     async def start(self, timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(min(timeout_s, _START_S)):
-                await self._attach()
+            async with asyncio.timeout(min(timeout_s, _START_S)), self._alone() as http:
+                await self._attach(http)
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
                 f"{KEY}: {self.url} does not answer ({type(error).__name__}: {error}); is a {self.kind} server running "
@@ -110,20 +104,26 @@ class ServerClient(Client):
 
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         for post in self.posts(name, body):
-            response = await self._in_time(name, self._post(post), timeout_s)
+            asked = self._post(post, open_files.shared(self).calls)
+            response = await self._in_time(name, asked, timeout_s)
             _require_done(self.name, self.tested, name, response)
 
     async def answers(self) -> bool:
         """Whether the server serves."""
         try:
-            response = await self._http.get("/health", timeout=CONNECT_S)
-        except httpx.HTTPError:
+            response = await open_files.shared(self).calls.get(f"{self.url}/health", self._headers, CONNECT_S)
+        except (httpx.HTTPError, EngineError):
             return False
         return response.status_code == 200
 
     async def stop(self) -> None:
         self.give_up("it was closed")
-        await self._http.aclose()
+        await open_files.leave(self)
+
+    def _alone(self) -> httpx.AsyncClient:
+        """A connection for the start."""
+        # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
+        return httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=CONNECT_S, trust_env=False)
 
     async def _generated(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Waits for the server's answer to a request.
@@ -131,19 +131,25 @@ class ServerClient(Client):
         Raises:
             EngineError: it refused the request.
         """
-        response = await self._post(Post(path, body))
+        response = await self._post(Post(path, body), open_files.shared(self).requests)
         if response.status_code != 200:
             raise EngineError(f"{self.name} refused the request: {refusal(response)}")
         return response.json()
 
-    async def _post(self, post: Post) -> httpx.Response:
+    async def _post(self, post: Post, by: open_files.Connections) -> httpx.Response:
         if self._reason is not None:
             raise self._gone_error()
-        try:
-            return await self._unless_gone(self._http.post(post.path, json=post.body, params=post.query))
-        except httpx.TransportError as error:
-            self.give_up(f"{post.path} failed: {type(error).__name__}: {error}")
-            raise self._gone_error() from error
+        for left in (1, 0):
+            try:
+                return await self._unless_gone(by.post(self.url + post.path, post.body, self._headers, post.query))
+            except httpx.TransportError as error:
+                # A server closes a connection that nobody used for seconds, perhaps just when this process does. So a
+                # connection that was lost is no death, as long as the server answers.
+                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+                if not (left and lost and not isinstance(error, httpx.ConnectError) and await self.answers()):
+                    self.give_up(f"{post.path} failed: {type(error).__name__}: {error}")
+                    raise self._gone_error() from error
+        raise AssertionError("the second try returns or raises")
 
 
 @dataclass(frozen=True)

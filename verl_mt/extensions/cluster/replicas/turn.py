@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -141,3 +143,39 @@ class Turn:
             if self.spans and self.spans[-1].version == version:
                 size += self.spans.pop().num_tokens
             self.spans.append(VersionSpan(version, size))
+
+
+@dataclass(eq=False)
+class LiveTurn:
+    """A request on its way."""
+
+    turn: Turn
+    deadline: float
+    """On the event loop's clock; inf = none."""
+    patience_s: float = math.inf
+    """Seconds without a token of its engine."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody wants it to end, with what it has."""
+
+    @classmethod
+    def of(cls, turn: Turn) -> LiveTurn:
+        """As its request says."""
+        given, now = turn.request, asyncio.get_running_loop().time()
+        deadline_s = math.inf if given.deadline_s is None else given.deadline_s
+        return cls(turn, now + deadline_s) if given.limit_s is None else cls(turn, now + given.limit_s, deadline_s)
+
+    def left_s(self, *, whole: bool = False) -> float | None:
+        """Seconds to its deadline; for what is no sampling at most its patience, but with `whole`."""
+        left = self.deadline - asyncio.get_running_loop().time()
+        left = left if whole else min(left, self.patience_s)
+        return None if left == math.inf else max(0.0, left)
+
+
+async def first_of(timeout_s: float | None, *events: asyncio.Event) -> None:
+    """Wait until one of the events is set, or the time is over."""
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from verl_mt.engines.base import Disk, FromRanks, Publishers, Receiver, TensorBuckets, WeightPublisher, WeightUpdate
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
 from verl_mt.extensions.cluster.replicas.clients import Client
+from verl_mt.extensions.cluster.replicas.model_shape import ModelShape
 from verl_mt.extensions.cluster.replicas.options import ReplicaOptions
-from verl_mt.modeling.weights import ModelShape
 
 Member = tuple["WeightSender", Client]
 Choice = tuple[type[WeightPublisher], tuple[Any, ...]]
@@ -215,6 +217,8 @@ class PublishesHere:
                 except Exception as error:
                     problem = error if isinstance(error, VerlMTError) else EngineError(error_text(error, named=True))
                     return [problem] * len(receivers)
+                finally:
+                    torch.cuda.empty_cache()  # the engine takes its cache back next
 
         return await asyncio.to_thread(here)
 

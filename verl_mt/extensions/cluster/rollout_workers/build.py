@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 
 from verl_mt.config.schema import Config
 from verl_mt.errors import ConfigError
@@ -11,7 +12,7 @@ from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.rollout_workers.links import Link, ProcessLink
 from verl_mt.extensions.cluster.rollout_workers.pool import RolloutPool
 from verl_mt.extensions.cluster.rollout_workers.worker import WorkerSetup, here
-from verl_mt.plugins import load_object, plugin_names
+from verl_mt.plugins import OBJECT, code_place, load_object, objects_in, plugin_names
 from verl_mt.rollout.runner import RolloutRunner
 
 _KEY = "actor_rollout_ref.rollout.num_workers"
@@ -39,6 +40,7 @@ def build_pool(config: Config, runner: RolloutRunner) -> RolloutPool | None:
             capabilities=engine.capabilities,
             branch=engine.branch(),
             clock=here(),
+            count=count,
         )
         for number in range(count)
     ]
@@ -65,6 +67,14 @@ def check(config: Config, runner: RolloutRunner, count: int) -> None:
     ConfigError: what several processes cannot do together.
     """
     rollout, engine = config.actor_rollout_ref.rollout, runner.context.engine
+    if here_only := objects_in([asdict(rollout), asdict(config.reward)]):
+        name, found = next(iter(here_only.items()))
+        name = name.removeprefix(OBJECT)
+        raise ConfigError(
+            f"{_KEY}={count}: {name} is an object of this Python call ({code_place(found)}). Rollout workers are other "
+            f"processes, which find code by its path. Write it into a file and pass 'my_file.py:{name}', or set "
+            f"{_KEY}=0"
+        )
     if runner.max_concurrent is not None and runner.max_concurrent < count:
         raise ConfigError(
             f"{_KEY}={count}, and at most {runner.max_concurrent} environments may live at once (their `limit`): each "

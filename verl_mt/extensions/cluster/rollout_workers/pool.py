@@ -16,6 +16,7 @@ from verl_mt.chat.sanity import Finding
 from verl_mt.data.requests import GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.errors import WorkerError
+from verl_mt.extensions.cluster.loop_lag import METRIC, p99_ms
 from verl_mt.extensions.cluster.rollout_workers.dealer import MAX_LOST, Dealer, Job, cause_of
 from verl_mt.extensions.cluster.rollout_workers.links import Link, WorkerGone
 from verl_mt.extensions.cluster.rollout_workers.worker import WorkerSetup, sendable
@@ -83,6 +84,8 @@ class RolloutPool:
         self._was_broken = asyncio.Event()
         self._unready_deaths = self._failed_in_a_row = 0
         self._restarts = self._groups_restarted = 0
+        self._lags_s: dict[int, list[float]] = {}
+        """Number of a worker -> see `LoopLag.take`."""
 
     async def start(self) -> None:
         """Begin all workers, and wait until they are ready.
@@ -131,10 +134,14 @@ class RolloutPool:
 
     def metrics(self) -> dict[str, float]:
         """`rollout/worker_restarts`: workers lost and restarted since the run began; `rollout/groups_restarted`:
-        unfinished groups that were lost with them and began again elsewhere."""
+        unfinished groups that were lost with them and began again elsewhere; `rollout/event_loop_lag_p99_ms`: of the
+        worker whose event loop was late the most, since the last call."""
+        late = [p99_ms(lags) for lags in self._lags_s.values()]
+        self._lags_s.clear()
         return {
             "rollout/worker_restarts": float(self._restarts),
             "rollout/groups_restarted": float(self._groups_restarted),
+            **({METRIC: max(late)} if late else {}),
         }
 
     async def close(self) -> None:
@@ -294,6 +301,9 @@ class RolloutPool:
 
     def _on_log(self, number: int, name: str, level: int, text: str) -> None:
         logging.getLogger(name).log(level, "rollout worker %d: %s", number, text)
+
+    def _on_lag(self, number: int, lags_s: list[float]) -> None:
+        self._lags_s.setdefault(number, []).extend(lags_s)
 
     def _on_said(self, number: int, word: Any) -> None:
         self._engine.hear(word)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -31,6 +32,7 @@ from verl_mt.data.requests import GenerationOutput, GenerationRequest
 from verl_mt.data.trajectory import TrajectoryGroup
 from verl_mt.engines.base import Branch, Capabilities, InferenceEngine, PauseMode, WeightUpdate
 from verl_mt.errors import DataError, EngineError, VerlMTError, WorkerError, error_text, traceback_text
+from verl_mt.extensions.cluster.loop_lag import LoopLag
 from verl_mt.plugins import import_plugins, load_object
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.rollout.runner import Gate, RolloutPlan
@@ -42,6 +44,7 @@ Send = Callable[[tuple[Any, ...]], None]
 """Says something to the pool, from any thread; never waits."""
 _GOODBYE_S = 10.0
 _NO_LIMIT = sys.maxsize
+_SWITCH_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class WorkerSetup:
     """How to sample here; None = requests go to the trainer's process."""
     clock: tuple[str, float]
     """The trainer's `here()`."""
+    count: int = 1
+    """Of all workers."""
 
 
 @dataclass(eq=False)
@@ -92,6 +97,8 @@ class Worker:
         else:
             engine = load_object(branch.path, what="the engine of a rollout worker")(*branch.args, setup.number)
             engine.say = lambda word: send(("said", word))
+            if hasattr(engine, "share"):
+                engine.share(setup.count)
         engine.hear(news)
         self._tools = build_tools(config)
         self._runner = build_runner(config, build_chat(config), self._tools, None, engine)
@@ -100,10 +107,17 @@ class Worker:
         self._gate = Gate(self._runner.max_concurrent or _NO_LIMIT, 0)
         self._plans: dict[str, _Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._lag = LoopLag(lambda: self._plans)
 
     async def start(self) -> None:
         """When it returns the worker can be dealt groups."""
         await self._runner.context.engine.start()
+        self._in_background(self._lag.watch())
+        # What libraries have made stays. Collections that look at all of it hold the event loop for a third of a second.
+        gc.collect()
+        gc.freeze()
+        # Threads that pack groups and check conversations give the interpreter back to the loop this soon.
+        sys.setswitchinterval(_SWITCH_S)
 
     def hear(self, message: tuple[Any, ...]) -> None:
         """One message of the pool's."""
@@ -172,6 +186,8 @@ class Worker:
         except Exception as error:
             self._send(("error", name, position, sendable(error)))
             return
+        if lags_s := self._lag.take():
+            self._send(("lag", lags_s))
         self._send(("group", name, position, packed, heard.findings))
 
     def _shift(self, group: TrajectoryGroup) -> None:

@@ -10,13 +10,17 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
+
 from verl_mt.errors import ConfigError
-from verl_mt.extensions.cluster.replicas.clients import ChildClient
+from verl_mt.extensions.cluster.replicas import open_files
+from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildClient
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.processes import child, reserve_port
-from verl_mt.extensions.cluster.sglang.server_check import TESTED, check_server
+from verl_mt.extensions.cluster.sglang.processes import child, extras, reserve_port
+from verl_mt.extensions.cluster.sglang.server_check import check_server
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _POLL_S = 0.25
 
@@ -50,7 +54,7 @@ class HttpClient(ServerClient):
     """
 
     kind = "SGLang"
-    tested = f"SGLang {TESTED}"
+    tested = f"SGLang {SGLANG.newest}"
     key_variable = "SGLANG_API_KEY"
     asks = "/model_info"
 
@@ -63,19 +67,28 @@ class HttpClient(ServerClient):
         payloads = body.get("serialized_named_tensors")
         if payloads is not None:
             body = {**body, "serialized_named_tensors": [base64.b64encode(p).decode() for p in payloads]}
-        return [Post(f"/{name}", body)]
+        return [Post(f"/{name}", body | extras(name))]
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._generated("/generate", body)
 
-    async def _attach(self) -> None:
-        info = await check_server(self._http, type(self), self._options)
+    async def progress(self) -> Any:
+        try:
+            response = await open_files.shared(self).calls.get(f"{self.url}/v1/loads", self._headers, CONNECT_S)
+        except httpx.HTTPError:
+            return None
+        loads = response.json().get("loads", []) if response.status_code == 200 else []
+        return [(load.get("num_running_reqs"), load.get("num_used_tokens")) for load in loads] or None
+
+    async def _attach(self, http: httpx.AsyncClient) -> None:
+        info = await check_server(http, type(self), self._options, empty=self.starts_empty)
         self.num_ranks = int(info.get("tp_size") or 1)
+        self.takes = info.get("max_running_requests")
         self.on_gpu = str(info.get("device", "")).startswith("cuda")
-        interrupted = (await self._http.post("/end_weight_update", json={})).status_code == 200
+        interrupted = (await http.post("/end_weight_update", json={})).status_code == 200
         if interrupted:
             # Somebody's update broke off in the middle: it would take no other one, and is paused.
-            await self._http.post("/continue_generation", json={})
+            await http.post("/continue_generation", json={})
         self.pristine = info.get("weight_version") == "default" and not interrupted
 
 
@@ -103,6 +116,7 @@ class LaunchedServer(HttpClient):
         """Runs on the client's loop. Waits for the server to load the model."""
         port = self.url.rpartition(":")[2]
         words = [*self._options.command_line(self._number), "--host", "127.0.0.1", "--port", port]
+        words += ["--load-format", EMPTY["load_format"]] if self.starts_empty else []
         reading, self._lifeline = os.pipe()
         os.write(self._lifeline, self._key.encode())
         try:

@@ -17,7 +17,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.clients import Client, HostedClient
 from verl_mt.extensions.cluster.replicas.engine import ReplicatedEngine
-from verl_mt.extensions.cluster.replicas.options import check_servers
+from verl_mt.extensions.cluster.replicas.options import KEY, check_servers
 from verl_mt.extensions.cluster.replicas.weight_sender import Choice
 from verl_mt.extensions.cluster.sglang.clients import ColocatedClient, HttpClient, LaunchedServer
 from verl_mt.extensions.cluster.sglang.options import (
@@ -25,10 +25,12 @@ from verl_mt.extensions.cluster.sglang.options import (
     check_devices,
     check_launched,
     check_rollout,
+    installed,
     nccl_environment,
     require_sglang,
 )
 from verl_mt.extensions.cluster.sglang.publisher import BucketPublisher
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _log = logging.getLogger(__name__)
 _COLOCATED = "verl_mt.engines.sglang.clients.ColocatedClient"
@@ -71,6 +73,7 @@ class SGLangEngine(ReplicatedEngine):
             check_launched(config.rollout, trainer.device)
         if not rollout.servers:
             require_sglang()
+            SGLANG.check(installed(), f"{KEY}.name=sglang: this Python has")
 
     @classmethod
     def rank_environment(cls, rollout: RolloutConfig) -> Mapping[str, str]:
@@ -101,7 +104,9 @@ class SGLangEngine(ReplicatedEngine):
         if not (options.hosts or options.servers or options.num_launched):
             return None
         names = tuple(replica.name for replica in self._replicas)
-        return Branch("verl_mt.engines.sglang.branch:SGLangBranch", (replace(options, hosts=()), names))
+        # Servers may have said that they decode more or fewer at once than the configuration does.
+        options = replace(options, hosts=(), max_num_seqs=min(replica.seats.decodes for replica in self._replicas))
+        return Branch("verl_mt.engines.sglang.branch:SGLangBranch", (options, names))
 
     async def _start_replicas(self) -> None:
         options = self._options

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Self
 
 import torch
@@ -224,3 +224,11 @@ def require_sglang() -> None:
             f"{KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
             "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
         )
+
+
+def installed() -> str | None:
+    """The version of the SGLang that is installed here; None where it does not say."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None

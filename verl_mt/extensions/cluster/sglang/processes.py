@@ -12,6 +12,7 @@ holds the server's API key. When its writing end closes (the starter ended, howe
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ from typing import Any
 
 from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess, encode, read_blocking, read_frame
+from verl_mt.extensions.cluster.versions import SGLANG
 
 _MODULE = "verl_mt.engines.sglang.processes"
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -46,9 +48,25 @@ _INPUT_CLASSES = {
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
 }
-"""Name of a call, as of the HTTP server's endpoint and of the tokenizer manager's method, and its argument's class."""
+"""Name of a call, as of the HTTP server's endpoint and the tokenizer manager's method, and its argument's class."""
+_SENT = {
+    "init_weights_update_group": (
+        "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend",
+    ),
+    "pause_generation": ("mode",),
+    "release_memory_occupation": ("tags",),
+    "resume_memory_occupation": ("tags",),
+    "update_weights_from_disk": ("model_path", "weight_version", "load_format"),
+    "update_weights_from_distributed": (
+        "names", "dtypes", "shapes", "group_name", "load_format", "flush_cache", "weight_version",
+    ),
+    "update_weights_from_tensor": ("serialized_named_tensors", "load_format", "flush_cache", "weight_version"),
+}  # fmt: skip
+"""Name of a call -> what is sent with it."""
 
-
+_KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
+_IS_WEIGHT = re.compile(r"(weight|bias)$")
+"""The names of an SGLang model's parameters that each update replaces. Buffers have other names."""
 _PLAIN_CALLS = {"abort_request": "AbortReq", "flush_cache": "FlushCacheReqInput"}
 """Calls whose method takes plain arguments, and the classes that SGLang has for them."""
 
@@ -111,6 +129,12 @@ def reserve_port() -> socket.socket:
     raise EngineError("64 ports of this machine below 22000 were tried for an SGLang server, and all are taken")
 
 
+def extras(name: str) -> dict[str, Any]:
+    """What SGLang needs with a call, beside its body. It would read files as its own were read at the start: not at
+    all, in an engine that started without weights."""
+    return {"load_format": "auto"} if name == "update_weights_from_disk" else {}
+
+
 def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """Whether this SGLang has all calls that a run will need, asked before the engine is loaded.
 
@@ -124,10 +148,13 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
     """
     calls = {**_INPUT_CLASSES, **_PLAIN_CALLS}
     missing = [name for name, kind in calls.items() if not (hasattr(io_struct, kind) and hasattr(manager, name))]
+    for name in _SENT.keys() - missing:
+        takes = inspect.signature(getattr(io_struct, calls[name])).parameters
+        missing += [f"{name}({part}=)" for part in _SENT[name] if part not in takes]
     if missing:
         raise ConfigError(
-            f"SGLang {version}, which is installed here, lacks the calls {', '.join(missing)}; install 0.5.23 "
-            "(docs/sglang.md)"
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}; install "
+            f"{SGLANG.newest} ({SGLANG.page})"
         )
 
 
@@ -137,7 +164,15 @@ class EngineHost:
     def __init__(self, engine: Any, connection: socket.socket):
         self._engine = engine
         self._connection = connection
+        self._random: dict[str, str] = {}
+        """Checksums of the weights of an engine that has read no files, by their names in SGLang's model."""
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def remember_random(self) -> None:
+        """The engine has read no files: note its weights, all of which the first update has to replace.
+
+        Runs on the loop of the engine's process. Waits for SGLang."""
+        self._random = await self._checksums()
 
     async def serve(self) -> None:
         """Until the other end closes. Runs on the loop of the engine's process."""
@@ -163,15 +198,40 @@ class EngineHost:
         manager = self._engine.tokenizer_manager
         if name == "generate":
             return {"meta_info": (await self._engine.async_generate(**body))["meta_info"]}
+        if name == "progress":
+            return {"seen": manager.last_receive_tstamp}
         if name == "abort_request":
             manager.abort_request(**body)
             return {"success": True}
         if name == "flush_cache":
             return {"success": bool((await manager.flush_cache()).success), "message": "requests are running"}
-        result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body))
-        if isinstance(result, tuple):
-            return {"success": bool(result[0]), "message": str(result[1])}
+        result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body, **extras(name)))
+        if isinstance(result, tuple) and not result[0]:
+            return {"success": False, "message": str(result[1])}
+        if name in ("end_weight_update", "update_weights_from_disk") and (left := await self._still_random()):
+            return {
+                "success": False,
+                "message": f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}",
+            }
         return {"success": True}
+
+    async def _still_random(self) -> list[str]:
+        """Weights that the first update has not replaced. SGLang ignores a name that it does not know."""
+        before, self._random = self._random, {}
+        if not before:
+            return []
+        now = await self._checksums()
+        same = {name for name, checksum in before.items() if now.get(name) == checksum}
+        return sorted(filter(_IS_WEIGHT.search, same))
+
+    async def _checksums(self) -> dict[str, str]:
+        """Of all tensors, by rank and name; none where SGLang cannot compute them."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        body = CheckWeightsReqInput(action="checksum")
+        done, _, ranks, _ = await self._engine.tokenizer_manager.check_weights(body)
+        told = enumerate(ranks if done else ())
+        return {f"rank {k}: {name}": value for k, rank in told for name, value in rank["checksums"].items()}
 
 
 def fork_children(descriptor: int) -> None:
@@ -208,6 +268,9 @@ def hold_engine(descriptor: int) -> None:
 
         require_calls(sglang.__version__, io_struct, TokenizerManager)
         engine = sglang.Engine(**arguments)
+        host = EngineHost(engine, connection)
+        if arguments.get("load_format") == "dummy":
+            engine.loop.run_until_complete(host.remember_random())
     except ConfigError as error:
         connection.sendall(encode((0, "failed", str(error))))
         sys.exit(2)
@@ -216,7 +279,7 @@ def hold_engine(descriptor: int) -> None:
         raise
     connection.sendall(encode((0, "ready", {"version": sglang.__version__})))
     try:
-        engine.loop.run_until_complete(EngineHost(engine, connection).serve())
+        engine.loop.run_until_complete(host.serve())
     finally:
         engine.shutdown()
         # What is left is this process alone, and taking its imports down takes seconds.

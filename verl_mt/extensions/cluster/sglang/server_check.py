@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from typing import Any
 
 import httpx
@@ -11,11 +9,8 @@ import httpx
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.servers import KEY, ServerClient, fetch, require_same_model
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions, other_sampling
+from verl_mt.extensions.cluster.versions import SGLANG
 
-_log = logging.getLogger(__name__)
-TESTED = "0.5.23"
-_FIRST = (0, 5, 21)
-"""The first version with `/begin_weight_update`."""
 _CALLS = (
     "/generate",
     "/abort_request",
@@ -32,12 +27,21 @@ _RESERVED = 6
 """Positions that SGLang keeps back from its context length."""
 
 
-async def check_server(http: httpx.AsyncClient, client: type[ServerClient], options: SGLangOptions) -> dict[str, Any]:
+async def check_server(
+    http: httpx.AsyncClient, client: type[ServerClient], options: SGLangOptions, *, empty: bool = False
+) -> dict[str, Any]:
     """Compare a server with what is wanted: its version, its calls, its model, its longest sequence. A version that is
     not the one that was tested, but may do, is a warning.
 
+    Args:
+        http: connected to the server.
+        client: its class.
+        options: what it must be.
+        empty: it was launched here, and has no weights until the first update.
+
     Returns:
-        What `/model_info` says, and the server's `device` and `tp_size`.
+        What `/model_info` says, and the server's `device`, `tp_size` and `max_running_requests` (None = it does not
+        tell).
 
     Raises:
         ConfigError: names the server, what it has, what is wanted and what to do.
@@ -46,26 +50,16 @@ async def check_server(http: httpx.AsyncClient, client: type[ServerClient], opti
     url = str(http.base_url).rstrip("/")
     info = await fetch(http, client, "/model_info")
     server = await fetch(http, client, "/server_info")
-    _check_version(url, server.get("version"))
+    SGLANG.check(server.get("version"), f"{KEY}: {url} runs")
     await _check_calls(http, url)
     require_same_model(url, info.get("model_path") or "", info.get("architectures"), options.model_path)
     _check_lengths(url, server, options.max_model_len)
-    for name, reason in other_sampling(server):
+    for name, reason in other_sampling(server | ({"load_format": "auto"} if empty else {})):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(f"{KEY}: {url} was started with {flag} {server[name]}: {reason}. Start it without {flag}")
-    return info | {key: server.get(key) for key in ("device", "tp_size")}
-
-
-def _check_version(url: str, version: str | None) -> None:
-    if version is None or version == TESTED:
-        return  # what says nothing of its version is judged by its calls
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
-    if (0, 0, 0) < numbers < _FIRST:  # a checkout without tags calls itself 0.0.0
-        raise ConfigError(
-            f"{KEY}: {url} runs SGLang {version}, which does not take new weights the way that verl_mt sends them "
-            f"(/begin_weight_update, since {'.'.join(map(str, _FIRST))}); start {TESTED} there"
-        )
-    _log.warning("%s: %s runs SGLang %s; verl_mt is tested with %s", KEY, url, version, TESTED)
+    state = (server.get("internal_states") or [{}])[0]
+    takes = state.get("effective_max_running_requests_per_dp") or server.get("max_running_requests")
+    return info | {key: server.get(key) for key in ("device", "tp_size")} | {"max_running_requests": takes}
 
 
 async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
@@ -78,7 +72,8 @@ async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
         missing = [call for call in _CALLS if (await http.options(call)).status_code == 404]
     if missing:
         raise ConfigError(
-            f"{KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start {TESTED} there"
+            f"{KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start "
+            f"{SGLANG.newest} there"
         )
 
 

@@ -20,11 +20,11 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, check_servers
+from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm.client import environment_of
 from verl_mt.plugins import suggest
 
 _log = logging.getLogger(__name__)
-TESTED = "0.32.0"
 _FIND_S = 60.0
 _FIND = """
 import ast, json, pathlib
@@ -256,8 +256,7 @@ def python_of(keys: RolloutKeys) -> str:
             f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
             f"{KEY}.python to the Python of that environment"
         )
-    if found["version"].partition("+")[0] != TESTED:
-        _log.warning("%s has vLLM %s; verl_mt is tested with %s", path, found["version"], TESTED)
+    VLLM.check(found["version"], f"{KEY}.python: {path} has")
     return path
 
 

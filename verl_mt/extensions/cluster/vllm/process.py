@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import inspect
 import mmap
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -52,6 +53,21 @@ _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 """What SGLang's requests and vLLM's call alike."""
+_CALLS: dict[type, dict[str, tuple[str, ...]]] = {
+    AsyncLLM: {
+        "abort": ("request_id",),
+        "finish_weight_update": ("self",),
+        "from_engine_args": ("engine_args",),
+        "generate": ("prompt", "sampling_params", "request_id"),
+        "pause_generation": ("mode", "clear_cache"),
+        "reset_prefix_cache": ("reset_running_requests",),
+        "resume_generation": ("self",),
+        "start_weight_update": ("self",),
+        "update_weights": ("request",),
+    },
+    WeightTransferUpdateRequest: {"__init__": ("update_info",)},
+}
+"""Class -> method -> what it is called with."""
 _POLL_S = 0.5
 _TOGETHER_S = 120.0
 """How long joining, and the broadcast of one bucket, may take, as at the sender."""
@@ -116,6 +132,8 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             # Of an update that broke off. Its part of the weights is not to count as a part of this one.
             finalize_layerwise_reload(self.model, self.model_config)
+        self._own = {name for name, _ in self.model.named_parameters()}
+        self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -127,17 +145,21 @@ class Transfer(WeightTransferEngine[Group, Weights]):
     def receive_weights(self, update_info: Weights) -> None:
         """Copies out of the memory: vLLM keeps what it is given until a layer is complete."""
         if not update_info.path:
-            self.model.load_weights(self._broadcast(update_info.entries))
+            self._load(self._broadcast(update_info.entries))
             return
         if not update_info.entries:
             files = sorted(glob.glob(os.path.join(glob.escape(update_info.path), "*.safetensors")))
             if not files:
                 raise ValueError(f"{update_info.path} holds no *.safetensors")
-            self.model.load_weights(safetensors_weights_iterator(files, False))
+            self._load(safetensors_weights_iterator(files, False))
             return
         with open(update_info.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
             weights = [_copied(shared, *entry) for entry in update_info.entries]
-        self.model.load_weights(weights)
+        self._load(weights)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded = self.model.load_weights(weights)
+        self._loaded |= self._own if loaded is None else loaded  # a model that does not say which
 
     def _broadcast(self, entries: list[list[Any]]) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the next broadcast. Waits for the sender."""
@@ -154,7 +176,14 @@ class Transfer(WeightTransferEngine[Group, Weights]):
 
     def finish_weight_update(self) -> None:
         """What was not processed layer by layer is processed now. An output layer that has the embedding's tensor loads
-        none itself: on a CPU its packed copy would stay the old one."""
+        none itself: on a CPU its packed copy would stay the old one. An engine that has read no files has got all of
+        its weights by now: vLLM asks the same of a checkpoint."""
+        left = sorted(self._own - self._loaded)
+        if left and self.vllm_config.load_config.load_format == "dummy":
+            raise ValueError(
+                f"its model has {len(left)} weights that no update sends, such as {left[0]}; set "
+                "actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead):
@@ -292,6 +321,12 @@ class Host:
             }
         }
 
+    async def progress(self) -> dict[str, Any]:
+        """How many tokens each request has."""
+        states = self._engine.output_processor.request_states
+        sampled = {rid: state.detokenizer.num_output_tokens() for rid, state in states.items() if state.detokenizer}
+        return {"seen": sampled}
+
     async def abort_request(self, rid: str) -> None:
         """End a request with what it has."""
         await self._engine.abort(rid)
@@ -381,8 +416,20 @@ def _fork_children() -> None:
         multiprocessing.get_context = lambda method=None: forks  # type: ignore[assignment]
 
 
+def _require_calls() -> None:
+    """Whether this vLLM has all calls that a run will need, asked before the engine is loaded."""
+    missing = []
+    for kind, calls in _CALLS.items():
+        for name, parts in calls.items():
+            takes = inspect.signature(getattr(kind, name)).parameters if hasattr(kind, name) else ()
+            missing += [f"{kind.__name__}.{name}({part}=)" for part in parts if part not in takes]
+    if missing:
+        raise RuntimeError(f"vLLM {__version__} lacks the calls {', '.join(missing)} (docs/vllm.md has the versions)")
+
+
 async def _run(arguments: dict[str, Any], connection: socket.socket) -> None:
     try:
+        _require_calls()
         transfer = WeightTransferConfig(backend=_TRANSFER)
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, weight_transfer_config=transfer))
     except BaseException as error:

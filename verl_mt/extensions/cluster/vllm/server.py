@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
+
+import httpx
 
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.servers import KEY, Post, ServerClient, fetch, require_same_model
-from verl_mt.extensions.cluster.vllm.options import TESTED, VLLMOptions, refused_arguments
+from verl_mt.extensions.cluster.versions import VLLM
+from verl_mt.extensions.cluster.vllm.options import VLLMOptions, refused_arguments
 
-_log = logging.getLogger(__name__)
 _WORKER = "verl_mt.extensions.cluster.vllm.process.ServerWorker"
 _CALLS = {
     "start the server with VLLM_SERVER_DEV_MODE=1": (
@@ -46,7 +47,7 @@ class VLLMServer(ServerClient):
     """
 
     kind = "vLLM"
-    tested = f"vLLM {TESTED}"
+    tested = f"vLLM {VLLM.newest}"
     key_variable = "VLLM_API_KEY"
     asks = "/version"
 
@@ -109,24 +110,23 @@ class VLLMServer(ServerClient):
             }
         }
 
-    async def _attach(self) -> None:
-        info = await fetch(self._http, type(self), "/version")
-        await self._require_calls()
-        if info.get("version") != TESTED:
-            _log.warning("%s: %s runs vLLM %s; verl_mt is tested with %s", KEY, self.url, info.get("version"), TESTED)
-        workers = await self._workers()
+    async def _attach(self, http: httpx.AsyncClient) -> None:
+        info = await fetch(http, type(self), "/version")
+        VLLM.check(info.get("version"), f"{KEY}: {self.url} runs")
+        await self._require_calls(http)
+        workers = await self._workers(http)
         (worker, *_), options = workers, self._options
         self.num_ranks, self.on_gpu = len(workers), worker["device"] == "cuda"
         require_same_model(self.url, worker["model"], worker["architectures"], options.model_path)
         self._require_settings(worker)
-        if (await fetch(self._http, type(self), "/is_paused"))["is_paused"]:
+        if (await fetch(http, type(self), "/is_paused"))["is_paused"]:
             # By whoever sent an update that broke off.
-            await self._http.post("/resume")
-        version = (await fetch(self._http, type(self), "/weight_info"))["weight_version"]
+            await http.post("/resume")
+        version = (await fetch(http, type(self), "/weight_info"))["weight_version"]
         self.pristine = version == "default" and not any(worker["interrupted"] for worker in workers)
 
-    async def _require_calls(self) -> None:
-        response = await self._http.get("/openapi.json")
+    async def _require_calls(self, http: httpx.AsyncClient) -> None:
+        response = await http.get("/openapi.json")
         # Where the list is switched off, the next calls show what is there.
         paths = response.json().get("paths", {}) if response.status_code == 200 else None
         for what_to_do, calls in _CALLS.items():
@@ -136,9 +136,9 @@ class VLLMServer(ServerClient):
                     f"{KEY}: {self.url} lacks the calls {', '.join(missing)}: {what_to_do} (docs/vllm.md)"
                 )
 
-    async def _workers(self) -> list[dict[str, Any]]:
+    async def _workers(self, http: httpx.AsyncClient) -> list[dict[str, Any]]:
         """What each of the server's workers says."""
-        response = await self._http.post("/collective_rpc", json={"method": "verl_mt_attach"})
+        response = await http.post("/collective_rpc", json={"method": "verl_mt_attach"})
         if response.status_code != 200:
             raise ConfigError(
                 f"{KEY}: {self.url} does not take weights from verl_mt. Start the server with --worker-extension-cls "
@@ -164,7 +164,7 @@ class VLLMServer(ServerClient):
             raise ConfigError(f"{KEY}: {self.url} was started with {name}={worker['arguments'][name]}: {reason}")
         if worker["device"] == "cpu" and worker["chunked_prefill"]:
             raise ConfigError(
-                f"{KEY}: {self.url} computes prompts in parts. vLLM {TESTED} dies of that on a CPU where requests "
+                f"{KEY}: {self.url} computes prompts in parts. vLLM {VLLM.newest} dies of that on a CPU where requests "
                 "have seeds. Start it with --no-enable-chunked-prefill"
             )
         ours = {name: os.environ.get(name, value) for name, value in NCCL_ALIKE.items()}

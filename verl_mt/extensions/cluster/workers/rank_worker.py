@@ -210,7 +210,9 @@ class RankWorker:
                 problems = [problem] * len(own)
         for _ in tensors:  # gathering is collective: the other ranks wait for this one
             pass
-        self.offload()  # before the engine takes its cache back
+        # Before the engine takes its cache back: the weights, and the memory that they were gathered in.
+        self.offload()
+        self.give_back_memory()
         return problems
 
     def offload(self) -> None:

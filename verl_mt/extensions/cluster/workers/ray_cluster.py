@@ -82,6 +82,13 @@ def connect(placement: Placement, devices_apart: int = 0) -> bool:
     return True
 
 
+def cluster_in_words() -> str:
+    """How large the cluster is that this process has joined."""
+    has = ray.cluster_resources()
+    number = sum(node["Alive"] for node in ray.nodes())
+    return f"Ray cluster: {number} machine(s), {has.get('CPU', 0):g} CPUs, {has.get('GPU', 0):g} GPUs"
+
+
 def cluster_address(environment: Mapping[str, str]) -> tuple[str, bool]:
     """(address for `ray.init`, whether RAY_ADDRESS names it). `local` = a new cluster.
 

@@ -28,10 +28,12 @@ from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, ConfigError, VerlMTError, WorkerError
 from verl_mt.extensions.cluster.config import keys_of
+from verl_mt.extensions.cluster.start_log import phase, start_log
 from verl_mt.extensions.cluster.workers.engine_hosts import RayHost, how_it_ended
 from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
 from verl_mt.extensions.cluster.workers.ray_cluster import (
     bundle,
+    cluster_in_words,
     connect,
     packages_on_machines,
     require_room,
@@ -82,7 +84,9 @@ class RayWorkerGroup(WorkerGroup):
         placement, rollout = setup.placement, setup.config.rollout
         require_travel(placement.objects)
         machines, on_each = keys_of(rollout).devices_apart or (0, 0)
-        self._ours = connect(placement, machines * on_each)
+        with phase("joining the Ray cluster"):
+            self._ours = connect(placement, machines * on_each)
+        start_log.info("%s", cluster_in_words())
         self._group: PlacementGroup | None = None
         self._workers: list[Any] = []
         self._hosts: list[RayHost] = []
@@ -110,8 +114,9 @@ class RayWorkerGroup(WorkerGroup):
                     f"trainer.device=auto found GPUs, but actor_rollout_ref.rollout.name={engine} with "
                     "trainer.placement=ray samples on the CPU: use sglang, or set trainer.device=cpu"
                 )
-            self._place()
-            self.num_parameters, self.num_trained = self._start()
+            with phase(f"loading the model on {placement.num_ranks} Ray worker(s)"):
+                self._place()
+                self.num_parameters, self.num_trained = self._start()
         except BaseException:
             self.close()
             raise

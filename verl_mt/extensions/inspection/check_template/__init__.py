@@ -1,4 +1,4 @@
-"""What a chat template can do, before any training step: `python -m verl_mt.check_template --model PATH`.
+"""What a chat template can do, before any training step: `verl-mt doctor --only template --model PATH`.
 
 Without `--conversations` it prints a report: whether the template only appends, the roles and tool-call shapes that
 it can render, what happens to reasoning, what the sanity check says about sample conversations, and each refused
@@ -18,7 +18,14 @@ from verl_mt.errors import ConfigError, VerlMTError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status: 0, or 2 for anything that cannot be used (one error on stderr)."""
+    """`run` under its old name. Returns its exit status."""
+    print("python -m verl_mt.check_template is verl-mt doctor --only template now", file=sys.stderr)
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the report, or the conversations. Returns the exit status: 0, or 2 for anything that cannot be used (one
+    error on stderr)."""
     args = _parser().parse_args(argv)
     try:
         _run(args)
@@ -32,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_mt.check_template",
+        prog="verl-mt doctor --only template",
         description="Say what a chat template can do, or show conversations as ids with the trained tokens marked.",
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="model folder, hub name, or verl_mt://tiny")

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.check_template`: what a chat template does to conversations."""
+"""`python -m verl_mt.check_template`: the old name of `verl-mt doctor --only template`."""
 
 import sys
 

@@ -4,7 +4,6 @@ an answer."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -13,15 +12,14 @@ from verl_mt.chat.parser_fit import require_parser, written_call
 from verl_mt.chat.parsers import get_parser
 from verl_mt.data.conversation import Message
 from verl_mt.data.large_files import LargeRows
-from verl_mt.data.trajectory import Status, StopReason, Trajectory
+from verl_mt.data.trajectory import Status, StopReason
 from verl_mt.environments.kinds import EnvironmentTools
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, not_looked_at, ok, warning
-from verl_mt.extensions.inspection.doctor.scripted import Talk, called, example_arguments, said
+from verl_mt.extensions.inspection.doctor.tool_calls import ANSWER, talk_of, tool_trouble
 from verl_mt.interactions.session import load_interactions
 from verl_mt.plugins import extension_function
 from verl_mt.rollout.context import is_multi_turn
-from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data, build_rollout
 from verl_mt.workers.optimizer import warmup_steps_of
 from verl_mt.workers.trainable import steps_of_actor, updates_per_step
@@ -30,10 +28,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
 """Rows of each entry whose prompts are rendered."""
 _MAX_PROMPTS = 2
-_ANSWER = "The answer is 1.\n#### 1"
-_UNREACHABLE = re.compile(r"(?i)\bconnection\b|refused|timed out|timeout|unreachable|name resolution|\b50[234]\b")
-"""What a server that is down is told by; such texts may hold the arguments, as a part of its address."""
-_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 _LIMITS: dict[StopReason | None, Callable[[Subject], object]] = {
     StopReason.MAX_TOKENS_PER_TURN: lambda subject: subject.rollout.max_tokens_per_turn,
     StopReason.RESPONSE_LENGTH: lambda subject: subject.rollout.response_length,
@@ -78,7 +72,7 @@ def stop_tokens(subject: Subject) -> Iterator[Finding]:
                 f"{_ROLLOUT}.stop holds {text!r}, which is the text of a token that ends turns anyway",
                 "leave it out: looking for strings costs time at every token",
             )
-    asked: list[Message] = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": _ANSWER}]
+    asked: list[Message] = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": ANSWER}]
     if not set(chat.full_ids(asked)[len(chat.full_ids(asked[:1])) :]) & chat.end_token_ids:
         yield warning(
             "the chat template writes no end behind what an assistant said, so a model sees turns that never end and "
@@ -240,7 +234,7 @@ def schedule(subject: Subject) -> Iterator[Finding]:
 
 def rollout(subject: Subject) -> Iterator[Finding]:
     """Rows go through tools, interaction, limits, masks and reward as in a run; only the model is a script."""
-    talks = [_talk(subject, prompt) for prompt in subject.prompts[:_MAX_PROMPTS]]
+    talks = [talk_of(subject, prompt) for prompt in subject.prompts[:_MAX_PROMPTS]]
     found = subject.open_stage().play(talks, samples=2)
     failed = [t for t in found if t.status in (Status.FAILED, Status.ABORTED)]
     if failed:
@@ -250,7 +244,7 @@ def rollout(subject: Subject) -> Iterator[Finding]:
             "a run would count them and train without them; repair what raised",
         )
         return
-    yield from _tool_trouble(subject, found)
+    yield from tool_trouble(subject, found)
     idle = [t for t in found if not t.trainable]
     if idle:
         yield error(
@@ -267,7 +261,7 @@ def rollout(subject: Subject) -> Iterator[Finding]:
     if counted:
         yield warning(
             f"the sanity check finds a mismatch: {counted[0]}",
-            "python -m verl_mt.check_template --model PATH says why; docs/templates.md what to do",
+            "verl-mt doctor --only template --model PATH says why; docs/templates.md what to do",
         )
     # A simulated user who is never content asks on until something is full: that comes after the answer.
     longest = max(len(talk.turns) for talk in talks)
@@ -285,51 +279,3 @@ def rollout(subject: Subject) -> Iterator[Finding]:
         f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}; "
         f"reward of the scripted answer: {', '.join(rewards) or 'none'}"
     )
-
-
-def _tool_trouble(subject: Subject, found: list[Trajectory]) -> Iterator[Finding]:
-    counted: Counter[str] = Counter()
-    for trajectory in found:
-        counted.update({k: v for k, v in trajectory.counters.items() if k.startswith("tools/")})
-    names = subject.tools.names if subject.tools is not None else ()
-    for name in names:
-        broken, calls = counted[f"tools/{name}/errors"], counted[f"tools/{name}/calls"]
-        if broken:
-            yield _failing_tool(subject, name, f"{broken:.0f} of {calls:.0f}", _answers(found)[0])
-    full = [t for t in found if t.stop_reason == "context_full"]
-    if full:
-        yield warning(
-            "the result of the first tool call does not fit into the response: such a conversation ends there",
-            "raise actor_rollout_ref.rollout.response_length or max_model_len, or lower "
-            "multi_turn.max_tool_response_tokens",
-        )
-
-
-def _failing_tool(subject: Subject, name: str, share: str, answer: str) -> Finding:
-    """A tool that may refuse what was made up, and one that fails whatever it is asked, are not the same."""
-    asked = next(prompt for prompt in subject.prompts if prompt.tools and prompt.tools[0]["function"]["name"] == name)
-    first, second = (example_arguments(asked.tools[0], other=other) for other in (False, True))
-    again = _answers(subject.open_stage().play([_talk(subject, asked, other=True)], unlimited=True))
-    if first != second and again[0] != answer and not _UNREACHABLE.search(answer):
-        return not_looked_at(
-            f"tool {name}: calls with made-up arguments failed, {first} with {answer[:200]}; --demos FILE calls it "
-            "with your arguments"
-        )
-    return warning(
-        f"tool {name}: {share} calls failed{'' if first == second else ', whatever the arguments'}: {answer[:200]}",
-        "start the server that it asks, or repair it: a model cannot learn to use a tool that always fails",
-    )
-
-
-def _answers(played: list[Trajectory]) -> list[str]:
-    """What the tools said."""
-    found = [str(m.get("content")) for trajectory in played for m in trajectory.messages if m["role"] == "tool"]
-    return [_ADDRESS.sub("", text) for text in found] or [""]
-
-
-def _talk(subject: Subject, prompt: Prompt, *, other: bool = False) -> Talk:
-    """A call, where there is a tool, and then an answer."""
-    chat = subject.known_chat
-    can_call = bool(prompt.tools) and subject.rollout.agent_function_path is None
-    call = called(chat, prompt.tools[0], other=other) if can_call else None
-    return Talk(prompt, [*([call] if call else []), said(chat, _ANSWER)])

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from verl_mt.chat.demonstrations import WEIGHT
+from verl_mt.chat.template import ChatTemplate
 from verl_mt.chat.text_delta import turn_ids
 from verl_mt.data.conversation import Message
-from verl_mt.data.dataset import DataRow
+from verl_mt.data.dataset import DataRow, read_rows
 from verl_mt.data.trajectory import Status, Trajectory
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.extensions.inspection.doctor.forms import truth_text
-from verl_mt.extensions.inspection.doctor.meaning import earned
-from verl_mt.extensions.inspection.doctor.scripted import Talk
+from verl_mt.extensions.inspection.doctor.row_contents import truth_text
+from verl_mt.extensions.inspection.doctor.scripted import SAME, Talk, earned
 from verl_mt.extensions.supervised.demonstration_rows import load_demonstrations
 from verl_mt.rollout.prompts import Prompt
 from verl_mt.trainer import build_data
@@ -25,6 +26,8 @@ from verl_mt.trainer import build_data
 _MOST = 64
 """Conversations that are played; all are read and measured."""
 _KEY = "--demos"
+GOLD, WRONG = "gold", "wrong"
+"""Columns: what the model should say, and what it should not."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class _Demo:
     num_calls: int
     last: str
     """The words of its last turn."""
+    wrong: list[list[int]] | None = None
+    """The turns of a wrong conversation with the same prompt; None where the row has none."""
 
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:
@@ -55,6 +60,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
     played = subject.open_stage().play([Talk(demo.prompt, demo.turns) for demo in few], unlimited=True)
     yield from _calls(subject, few, played)
     yield from _rewards(subject, few, played)
+    yield from _wrong_ones(subject, few, played)
 
 
 def _read(subject: Subject, file: str) -> Iterator[_Demo]:
@@ -62,7 +68,8 @@ def _read(subject: Subject, file: str) -> Iterator[_Demo]:
     if Path(file).expanduser().is_dir():
         raise DataError(f"{_KEY}: {file} is a folder; give a parquet, JSON or JSONL file of conversations (`messages`)")
     chat = subject.known_chat
-    found = load_demonstrations(file, chat, _KEY, data=subject.config.data, tools=subject.tools)
+    rows = conversations(read_rows(file, _KEY), list(islice(subject.train_rows(), _MOST)), file)
+    found = load_demonstrations(file, chat, _KEY, data=subject.config.data, tools=subject.tools, rows=rows)
     held_out = [row for source in subject.val for row in source.rows]
     known = {_asked(row.prompt): row for row in [*subject.train_rows(), *held_out]}
     builder = build_data.build_prompts(subject.config, chat, subject.tools)
@@ -76,14 +83,67 @@ def _read(subject: Subject, file: str) -> Iterator[_Demo]:
         prompt = builder.build(row)
         assert prompt is not None, "the limit is out of reach"
         record = trajectory.records[0]
+        wrong = None if raw.get(WRONG) is None else wrong_messages(messages, raw[WRONG], trajectory.trajectory_id)
         yield _Demo(
             trajectory.trajectory_id,
             prompt,
-            [turn_ids(chat, messages[:i], messages[i], tools=prompt.tools or None, raw=False) for i in turns],
+            _turns(chat, messages, prompt),
             len(record.token_ids) - record.sampled.index(1),
             sum(len(messages[i].get("tool_calls") or ()) for i in turns),
             str(messages[turns[-1]].get("content") or ""),
+            None if wrong is None else _turns(chat, wrong, prompt),
         )
+
+
+def _turns(chat: ChatTemplate, messages: Sequence[Message], prompt: Prompt) -> list[list[int]]:
+    """Ids of each turn of the model."""
+    own = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return [turn_ids(chat, list(messages[:i]), messages[i], tools=prompt.tools or None, raw=False) for i in own]
+
+
+def conversations(rows: dict[int, dict[str, Any]], train: Sequence[DataRow], file: str) -> dict[int, dict[str, Any]]:
+    """Rows with `messages`, of rows that say only what the model writes (`gold`).
+
+    Args:
+        rows: position, from 0 -> row. Each has `messages`, or `gold`: the model's text or messages, an answer to the
+            row's own `prompt`, or else to the training row of the same position.
+        train: the first training rows.
+        file: where the rows are from, for errors.
+
+    Raises:
+        DataError: `gold` and `messages`, or neither; or `gold` without a question.
+    """
+    found = {}
+    for index, row in rows.items():
+        where = f"{_KEY}: {file}, row {index + 1}"
+        if (GOLD in row) == ("messages" in row) and "records" not in row:
+            raise DataError(f"{where}: needs `messages` (a whole conversation) or `{GOLD}` (what the model says)")
+        if GOLD in row:
+            asked: Any = row.get("prompt")
+            if asked is None and index >= len(train):
+                raise DataError(f"{where}: has no `prompt`, and there is no training row {index + 1} that it answers")
+            asked = train[index].prompt if asked is None else asked
+            asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+            row = {**row, "messages": [*asked, *_said(row[GOLD], where)]}
+        found[index] = row
+    return found
+
+
+def wrong_messages(messages: Sequence[Message], wrong: Any, where: str) -> list[Message]:
+    """The conversation that should earn less: a text takes the place of the last answer; messages, of all that came
+    after the prompt."""
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    kept = turns[-1] if isinstance(wrong, str) else turns[0]
+    return [*messages[:kept], *_said(wrong, f"{where}: {WRONG}")]
+
+
+def _said(said: Any, where: str) -> list[Message]:
+    if isinstance(said, str):
+        return [{"role": "assistant", "content": said}]
+    messages = list(said) if isinstance(said, list | tuple) else []
+    if not messages or not all(isinstance(m, dict) for m in messages) or messages[-1].get("role") != "assistant":
+        raise DataError(f"{where}: expected a text, or messages of which the last is the assistant's, got {said!r:.80}")
+    return messages
 
 
 def _row(raw: dict[str, Any], prompt: list[Message], known: dict[str, DataRow], file: str, index: int) -> DataRow:
@@ -182,5 +242,26 @@ def _rewards(subject: Subject, demos: Sequence[_Demo], played: Sequence[Trajecto
     yield warning(
         f"the reward gives {best:.4g} to all {len(values)} demonstrations: {demo.where} ends with {demo.last[-60:]!r}, "
         f"and the truth is {truth!r}",
+        "see how the reward finds the answer in the text, and what it compares it with",
+    )
+
+
+def _wrong_ones(subject: Subject, demos: Sequence[_Demo], played: Sequence[Trajectory]) -> Iterator[Finding]:
+    """What is right earns more than what is wrong."""
+    pairs = [(demo, gold, demo.wrong) for demo, gold in zip(demos, played) if demo.wrong is not None]
+    if not pairs:
+        return
+    talks = [Talk(demo.prompt, wrong) for demo, _, wrong in pairs]
+    others = subject.open_stage().play(talks, unlimited=True)
+    scores = [(demo, earned(gold), earned(wrong)) for (demo, gold, _), wrong in zip(pairs, others)]
+    bad = [(demo, gold, wrong) for demo, gold, wrong in scores if gold <= wrong + SAME]
+    if not bad:
+        low, high = min(gold for _, gold, _ in scores), max(wrong for _, _, wrong in scores)
+        yield ok(f"gold earns more than wrong in all {len(scores)}: at least {low:.4g}, wrong at most {high:.4g}")
+        return
+    demo, gold, wrong = bad[0]
+    yield warning(
+        f"gold does not earn more than wrong in {len(bad)} of {len(scores)}: {demo.where}: gold {gold:.4g}, wrong "
+        f"{wrong:.4g}",
         "see how the reward finds the answer in the text, and what it compares it with",
     )

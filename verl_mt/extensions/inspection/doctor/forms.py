@@ -4,12 +4,11 @@ that the source of the reward looks for."""
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
+from verl_mt.extensions.inspection.doctor.row_contents import truth_text
+from verl_mt.extensions.inspection.doctor.sources import file_tree
 from verl_mt.rewards.base import Reward
 from verl_mt.rollout.prompts import Prompt
 
@@ -22,7 +21,7 @@ USUAL_FORMS = tuple(
         "<think>\nLet me see.\n</think>\n\n<answer>@</answer>",
     )
 )  # fmt: skip
-_LONGEST_TRUTH, _LONGEST_TEXT = 100, 4000
+_LONGEST_TEXT = 4000
 _MOST = 4
 """Forms of a kind that are taken from a prompt or a row."""
 _MOST_OF_SOURCE, _LONGEST_CONSTANT = 16, 60
@@ -40,21 +39,6 @@ _STATED = re.compile(
 """A JSON object with a gap, and a mark with a gap behind it: `RESULT=<number>`."""
 _GROUP = re.compile(r"(?<!\\)\((?:\?P<\w+>|(?!\?))")
 _ATOM = re.compile(r"(\\.|\[[^\]]*\]|\(\?[a-zA-Z]+\)|.)([*?]\??|\+)?")
-
-
-def truth_text(truth: Any) -> str | None:
-    """A ground truth as a model would write it; None where it has none, or is no short text (test cases, rubrics)."""
-    if isinstance(truth, dict):
-        keys = [k for k in ("target", "targets", "answer", "value", "ground_truth", "label") if k in truth]
-        return truth_text(truth[keys[0]]) if keys else None
-    if isinstance(truth, list | tuple):
-        return truth_text(truth[0]) if truth else None
-    if isinstance(truth, float) and truth.is_integer():
-        truth = int(truth)
-    if not isinstance(truth, str | int | float):
-        return None
-    text = str(truth).strip()
-    return text if text and len(text) <= _LONGEST_TRUTH and "\n" not in text and text[0] not in "{[" else None
 
 
 def asked_forms(prompt: Prompt) -> list[str]:
@@ -87,17 +71,26 @@ def own_forms(prompt: Prompt) -> list[str]:
 def forms_of_source(reward: Reward) -> list[str]:
     """Forms that the file of a reward looks for, by its regular expressions and other texts; empty where it has no
     source."""
-    function = getattr(reward, "function", reward)
-    try:
-        source = Path(inspect.getfile(function if inspect.isroutine(function) else type(function))).read_text("utf-8")
-        tree = ast.parse(source)
-    except (OSError, TypeError, ValueError, SyntaxError):
-        return []  # written in C, or at a prompt
-    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in documented]
-    found = [f for text in texts if isinstance(text, str) for f in _forms_of_text(text, "json" in source)]
+    texts = _constants(reward)
+    reads_json = any("json" in text for text in texts) or _imports_json(reward)
+    found = [f for text in texts for f in _forms_of_text(text, reads_json)]
     # Words alone are names of columns and keys, mostly.
     return sorted(dict.fromkeys(found), key=lambda form: form.replace(SLOT, "").strip().isalnum())[:_MOST_OF_SOURCE]
+
+
+def _constants(reward: Reward) -> list[str]:
+    """Texts in the file of a reward, docstrings left out."""
+    tree = file_tree(getattr(reward, "function", reward))
+    if tree is None:
+        return []
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in documented]
+    return [text for text in found if isinstance(text, str)]
+
+
+def _imports_json(reward: Reward) -> bool:
+    tree = file_tree(getattr(reward, "function", reward))
+    return tree is not None and any(isinstance(n, ast.Name) and n.id == "json" for n in ast.walk(tree))
 
 
 def _forms_of_text(text: str, reads_json: bool) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -20,9 +20,11 @@ from verl_mt.extensions.inspection.doctor.forms import (
     forms_shown,
     own_forms,
     shown,
-    truth_text,
 )
-from verl_mt.extensions.inspection.doctor.scripted import Talk, called, said
+from verl_mt.extensions.inspection.doctor.reward_doubts import Paid, chance, doubts, size, takes_no_truth
+from verl_mt.extensions.inspection.doctor.row_contents import truth_text
+from verl_mt.extensions.inspection.doctor.scripted import SAME, Talk, called, earned, said
+from verl_mt.extensions.inspection.doctor.sources import only_constant
 from verl_mt.plugins import listing
 from verl_mt.rollout.prompts import Prompt
 
@@ -31,7 +33,6 @@ _ROWS_PER_SOURCE, _SOURCES = 2, 4
 _WRONG_FORMS = 3
 """Forms in which a wrong answer is tried, those that pay best with the truth in them; in the one that pays least, and
 in what the prompt asks for."""
-_SAME = 1e-9
 
 
 def truths(subject: Subject) -> Iterator[Finding]:
@@ -46,14 +47,14 @@ def truths(subject: Subject) -> Iterator[Finding]:
     if not asked:
         yield ok(f"the rows have no short ground truth to ask it about{'' if subject.demos else '; --demos FILE does'}")
     for prompts in asked:
-        yield from _Inquiry(subject, prompts).findings()
+        yield from Inquiry(subject, prompts).findings()
 
 
 def wrong_text(truth: str) -> str:
-    """An answer of the same kind that is not the truth."""
+    """An answer of the same kind that is not the truth, nor near it."""
     number = re.fullmatch(r"(\D*?)(-?\d+(?:\.\d+)?)(\D*)", truth.replace(",", ""))
     if number:
-        value = float(number[2]) + 1 if "." in number[2] else int(number[2]) + 1
+        value = 2 * (float(number[2]) if "." in number[2] else int(number[2])) + 1
         return f"{number[1]}{value}{number[3]}"
     if len(truth) == 1 and truth.isalpha():
         return "B" if truth.upper() != "B" else "C"
@@ -62,7 +63,7 @@ def wrong_text(truth: str) -> str:
 
 
 @dataclass
-class _Inquiry:
+class Inquiry:
     """What the reward says of a few rows of one data source."""
 
     subject: Subject
@@ -73,6 +74,12 @@ class _Inquiry:
 
     def findings(self) -> Iterator[Finding]:
         forms = [*dict.fromkeys([*asked_forms(self.prompts[0]), *own_forms(self.prompts[0]), *USUAL_FORMS])]
+        if takes_no_truth(self._function()):
+            random = [*chance(self, forms[0], 0.0)]
+            yield from random
+            if not random:
+                yield not_looked_at("by its source, the reward reads no ground truth; --demos FILE shows what it pays")
+            return
         right, wrong, nothing = self._ask(forms)
         if not _pays(right, wrong) and self._can_call():
             self.calls = True
@@ -80,57 +87,80 @@ class _Inquiry:
         if not _pays(right, wrong) and (more := [f for f in self._forms_of_source() if f not in forms]):
             forms += more
             right, wrong, nothing = self._ask(forms)
-        prompt = self.prompts[0]
-        where, text = prompt.row.place, truth_text(prompt.row.ground_truth)
-        how = ", also behind a tool call" if self.calls else ""
+        where = self.prompts[0].row.place
         paying = _pays(right, wrong)
+        best = max(paying or wrong, key=lambda form: right[form])
         if self.failed:
-            reason = (self.failed[0].error or "no error was recorded").strip().splitlines()[-1]
-            answer = next((m.get("content") for m in reversed(self.failed[0].messages) if m["role"] == "assistant"), "")
-            yield warning(
-                f"{where}: {len(self.failed)} conversations failed, the first with the answer {str(answer)[:60]!r}: "
-                f"{reason}",
-                "a run would train without them: let the reward answer with 0 where it finds nothing",
-            )
+            yield self._failing(where)
+        random = [*chance(self, best, right[best] - wrong[best])]
+        yield from random
+        if random:
+            return  # other numbers mean nothing then
         if paying:
             yield from self._asked_for_another(forms, right, paying)
-            best = max(paying, key=lambda form: right[form])
             yield from self._behind_a_call(best, right, wrong)
+            self.calls = self.calls and not self._pays_alone(best, wrong)
+            yield from doubts(self, Paid(best, paying, right[best], wrong[best], nothing))
             yield ok(
                 f"the truth earns {right[best]:.4g} as {shown(best)}, a wrong answer {wrong[best]:.4g}, none "
                 f"{nothing:.4g}" + ("; the truth by itself " + f"{right[SLOT]:.4g}" if SLOT not in paying else "")
             )
             return
-        yield from self._no_difference(where, str(text), how, (right, wrong, nothing))
+        yield from size([*right.values(), *wrong.values(), nothing])
+        how = ", also behind a tool call" if self.calls else ""
+        yield from self._no_difference(
+            where, str(truth_text(self.prompts[0].row.ground_truth)), how, (right, wrong, nothing)
+        )
+
+    def _failing(self, where: str) -> Finding:
+        reason = (self.failed[0].error or "no error was recorded").strip().splitlines()[-1]
+        answer = next((m.get("content") for m in reversed(self.failed[0].messages) if m["role"] == "assistant"), "")
+        return warning(
+            f"{where}: {len(self.failed)} conversations failed, the first with the answer {str(answer)[:60]!r}: "
+            f"{reason}",
+            "a run would train without them: let the reward answer with 0 where it finds nothing",
+        )
+
+    def _function(self) -> Any:
+        return getattr(self.subject.reward, "function", self.subject.reward)
+
+    def _pays_alone(self, form: str, wrong: dict[str, float]) -> bool:
+        """Whether the truth needs no tool call before it."""
+        self.calls = False
+        pays = self._means([form], wrong=False)[form] > wrong[form] + SAME
+        self.calls = True
+        return pays
 
     def _no_difference(
         self, where: str, text: str, how: str, found: tuple[dict[str, float], dict[str, float], float]
     ) -> Iterator[Finding]:
         right, wrong, nothing = found
-        kind = self._other_type(right)
+        kind = self._other_truth(right)
         if kind is not None:
             truth = self.prompts[0].row.ground_truth
             yield warning(
                 f"{where}: the ground truth {truth!r} is of type {type(truth).__name__}, and the reward is "
                 f"{kind[1]:.4g} for a right answer only where it is {kind[0]}: as it is, no answer is ever right",
-                "compare both as text (str(ground_truth)) in the reward, or write the column so",
+                "compare both in one form (str(ground_truth).strip()) in the reward, or write the column so",
             )
             return
         values = [*right.values(), *wrong.values(), nothing]
-        better = [form for form in wrong if wrong[form] > right[form] + _SAME]
+        better = [form for form in wrong if wrong[form] > right[form] + SAME]
         told = f"{where}: truth {text!r}, asked as {forms_shown(right)}{how}"
-        if max(values) - min(values) <= _SAME:
+        if max(values) - min(values) <= SAME:
             if self.subject.rewarded_demos:
                 yield ok(f"{values[0]:.4g} for the truth in its usual forms; the demonstrations show what it rewards")
                 return
             asked = asked_forms(self.prompts[0])
-            if values[0] <= 0 and not asked:
+            constant = only_constant(self._function())
+            if values[0] <= 0 and constant is None:
                 yield not_looked_at(
                     f"no form of the answer was found that the reward pays, it is {values[0]:.4g} for right, wrong and "
                     f"none ({told}); --demos FILE shows it finished conversations"
                 )
                 return
             also = f", also for {listing(map(shown, asked))}, which the prompt asks for" if asked else ""
+            also += ", and its source returns nothing else" if constant is not None else ""
             yield warning(
                 f"the reward is {values[0]:.4g} for every answer: right, wrong and none{also} ({told})",
                 "see how the reward finds the answer in the text, and what it compares it with; --demos FILE shows "
@@ -172,11 +202,11 @@ class _Inquiry:
         if self.calls or not self._can_call():
             return
         self.calls = True
-        talks = [self._talk(p, form.replace(SLOT, str(truth_text(p.row.ground_truth)))) for p in self.prompts]
-        played = self.subject.open_stage().play(talks, unlimited=True)
+        talks = [self.talk(p, form.replace(SLOT, str(truth_text(p.row.ground_truth)))) for p in self.prompts]
+        played = self.play(talks)
         broken = any(name.endswith("/errors") and count for t in played for name, count in t.counters.items())
         found = fmean(map(earned, played))
-        if found > wrong[form] + _SAME or broken:
+        if found > wrong[form] + SAME or broken:
             return
         yield warning(
             f"the truth as {shown(form)} earns {right[form]:.4g} as the only turn, and {found:.4g} as the last of "
@@ -196,13 +226,18 @@ class _Inquiry:
         for form in forms:
             for prompt, original in zip(prompts or self.prompts, self.prompts):
                 truth = str(truth_text(original.row.ground_truth))
-                talks.append(self._talk(prompt, form.replace(SLOT, wrong_text(truth) if wrong else truth)))
-        played = self.subject.open_stage().play(talks, unlimited=True)
+                talks.append(self.talk(prompt, form.replace(SLOT, wrong_text(truth) if wrong else truth)))
+        played = self.play(talks)
         self.failed += [t for t in played if t.status in (Status.FAILED, Status.ABORTED)]
         found = iter(played)
         return {form: fmean(earned(next(found)) for _ in self.prompts) for form in forms}
 
-    def _talk(self, prompt: Prompt, answer: str) -> Talk:
+    def play(self, talks: Sequence[Talk], **how: int) -> list[Trajectory]:
+        """The finished conversations; limits of length do not cut them."""
+        return self.subject.open_stage().play(talks, unlimited=True, **how)
+
+    def talk(self, prompt: Prompt, answer: str) -> Talk:
+        """A conversation that ends with this answer."""
         chat = self.subject.known_chat
         call = called(chat, prompt.tools[0]) if self.calls and prompt.tools else None
         return Talk(prompt, [*([call] if call else []), said(chat, answer)])
@@ -214,34 +249,45 @@ class _Inquiry:
         rollout = self.subject.rollout
         return bool(self.prompts[0].tools) and rollout.agent_function_path is None
 
-    def _other_type(self, right: dict[str, float]) -> tuple[str, float] | None:
-        """The type of ground truth with which a right answer earns more, also than a wrong one; what it earns then."""
-        truth = self.prompts[0].row.ground_truth
-        text = truth_text(truth)
-        others: list[type] = [str] if isinstance(truth, int | float) else []
-        if isinstance(truth, str) and text and re.fullmatch(r"-?\d+", text):
-            others = [int]
-        elif isinstance(truth, str) and text and re.fullmatch(r"-?\d*\.\d+", text):
-            others = [float]
-        for kind in others:
-            changed = [_with_truth(prompt, kind(truth_text(prompt.row.ground_truth) or "")) for prompt in self.prompts]
+    def _other_truth(self, right: dict[str, float]) -> tuple[str, float] | None:
+        """The form of ground truth with which a right answer earns more, also than a wrong one; what it earns then."""
+        for kind, change in other_truths(self.prompts[0].row.ground_truth):
+            try:
+                changed = [_with_truth(prompt, change(prompt.row.ground_truth)) for prompt in self.prompts]
+            except (TypeError, ValueError, AttributeError):
+                continue  # the other row's truth is of another kind
             found = self._means(list(right), wrong=False, prompts=changed)
             better = max(found, key=lambda form: found[form] - right[form])
             wrong = self._means([better], wrong=True, prompts=changed)[better]
-            if found[better] > max(right[better], wrong) + _SAME:
-                return {str: "text", int: "a whole number", float: "a number"}[kind], found[better]
+            if found[better] > max(right[better], wrong) + SAME:
+                return kind, found[better]
         return None
 
 
-def earned(trajectory: Trajectory) -> float:
-    """The reward without what length costs; 0 where there is none."""
-    costs = sum(trajectory.reward_parts.get(name, 0.0) for name in ("turn_cost", "token_cost"))
-    return 0.0 if trajectory.reward is None else trajectory.reward - costs
+def other_truths(truth: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """(what it would be, how to make it so): other ways to write a ground truth, which a reward may read instead."""
+    text = truth_text(truth)
+    if isinstance(truth, int | float | list | tuple | dict):
+        yield ("text" if isinstance(truth, int | float) else "the text in it alone"), truth_text
+    if not isinstance(truth, str) or text is None:
+        return
+    if re.fullmatch(r"-?\d+", text):
+        yield "a whole number", lambda old: int(truth_text(old) or "")
+    elif re.fullmatch(r"-?\d*\.\d+", text):
+        yield "a number", lambda old: float(truth_text(old) or "")
+    if text != truth:
+        yield "without the white space or words around it", truth_text
+    if "," in text:
+        yield "without commas", lambda old: str(truth_text(old)).replace(",", "")
+    if text.lower() != truth:
+        yield "in lower case", lambda old: str(truth_text(old)).lower()
+    if text.upper() != truth:
+        yield "in upper case", lambda old: str(truth_text(old)).upper()
 
 
 def _pays(right: dict[str, float], wrong: dict[str, float]) -> list[str]:
     """Forms in which the truth earns more than a wrong answer."""
-    return [form for form in wrong if right[form] > wrong[form] + _SAME]
+    return [form for form in wrong if right[form] > wrong[form] + SAME]
 
 
 def _with_truth(prompt: Prompt, truth: Any) -> Prompt:

@@ -15,7 +15,7 @@ from verl_mt.config.schema import DataConfig, explicit_keys
 from verl_mt.data.conversation import Message
 from verl_mt.data.dataset import DataSource
 from verl_mt.extensions.inspection.doctor.findings import Finding, Subject, error, ok, warning
-from verl_mt.extensions.inspection.doctor.forms import truth_text
+from verl_mt.extensions.inspection.doctor.row_contents import doubts, truth_text, words_of
 from verl_mt.plugins import listing, suggest
 from verl_mt.rollout.drivers import has_own_loop
 from verl_mt.rollout.prompts import Prompt
@@ -34,6 +34,9 @@ _ADAPTER_FACTOR = 30.0
 """Low-rank adapters want ten times the rate of the full model (Schulman et al., LoRA Without Regret, 2025)."""
 _LARGEST_RATE = 1e-2
 
+_LENGTH = "actor_rollout_ref.rollout.response_length"
+_SOLUTION = re.compile(r"(?i)solution|answer|response|completion|rationale|reasoning|worked|explanation|output")
+"""Names of columns that hold what a model should write."""
 _SENTENCE = re.compile(r"[^.!?\n;]*(?:\.(?=\w)[^.!?\n;]*)*")
 _TOOL_WORDS = re.compile(r"(?i)\b(?:tools?|functions?|calls?|calling|invoke)\b")
 _QUOTED = r"[`'\"“‘]([A-Za-z_]\w{2,60})(?:\(\w*\))?[`'\"”’]"
@@ -90,7 +93,7 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
         yield ok("nothing is held out" if not subject.val else "nothing is trained")
         return
     makes_prompts = subject.rollout.environment.is_configured  # then another row is another prompt
-    words = (lambda row: repr(row.raw)) if makes_prompts else (lambda row: _words(row.prompt))
+    words = (lambda row: repr(row.raw)) if makes_prompts else words_of
     trained = {words(row): row.place for row in subject.train_rows()}
     total = sum(len(source.rows) for source in subject.val)
     both = [(row, place) for s in subject.val for row in s.rows if (place := trained.get(words(row)))]
@@ -112,8 +115,15 @@ def _paths(sources: Sequence[DataSource]) -> set[str]:
     return {row.file for source in sources for row in source.rows[:1]}
 
 
-def _words(messages: Sequence[Message]) -> str:
-    return json.dumps(messages, sort_keys=True, default=repr)
+def contents(subject: Subject) -> Iterator[Finding]:
+    """Rows differ, have the truth that they need, and no text that a script forgot to fill in."""
+    rows = list(subject.train_rows())
+    makes_prompts = subject.rollout.environment.is_configured
+    found = [] if makes_prompts else [*doubts(rows)]
+    for text, fix in found:
+        yield warning(text, fix)
+    if not found:
+        yield ok("the environment reads them" if makes_prompts else f"{len(rows)} rows: no repetitions, no gaps")
 
 
 def learning_rate(subject: Subject) -> Iterator[Finding]:
@@ -149,7 +159,12 @@ def _rates(size: float) -> tuple[float, float, float]:
 
 def prompt_words(subject: Subject) -> Iterator[Finding]:
     """The prompts name tools that are offered, and hold neither the answer nor control tokens."""
-    found = [*_absent_tools(subject), *_leaked(subject.prompts), *_control_tokens(subject)]
+    found = [
+        *_absent_tools(subject),
+        *_leaked(subject.prompts),
+        *_control_tokens(subject),
+        *_long_solutions(subject),
+    ]
     yield from found
     if not found:
         yield ok("they name no tool that is not offered, and hold neither the answer nor control tokens")
@@ -200,24 +215,42 @@ def _tools_named(messages: Sequence[Message]) -> list[str]:
 
 
 def _leaked(prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Most last messages end with the row's truth, dressed as an answer."""
+    """Most prompts hold the row's truth, dressed as an answer."""
     asked = [(p, text) for p in prompts if (text := truth_text(p.row.ground_truth)) is not None]
     held = [(p, where) for p, text in asked if (where := _answer_in(p, text))]
     if not held or len(held) * 2 <= len(asked):
         return
     prompt, where = held[0]
     yield warning(
-        f"{len(held)} of {len(asked)} prompts end with their own answer ({prompt.row.place}: "
-        f"{where!r} in the last message): copying it is all that can be learnt",
+        f"{len(held)} of {len(asked)} prompts hold their own answer ({prompt.row.place}: "
+        f"{where!r}): copying it is all that can be learnt",
         "take the answer out of the prompt column",
     )
 
 
 def _answer_in(prompt: Prompt, truth: str) -> str | None:
-    """The words in which the last message gives the answer away."""
-    content = prompt.messages[-1].get("content")
-    if not isinstance(content, str):
-        return None
-    said = rf"(?i)(?:####|\banswer\s*(?::|=|is:?)|\\boxed\{{|<answer>)\s*{re.escape(truth)}(?![\w.]*\w)"
-    found = re.search(said, content)
-    return found[0] if found else None
+    """The words in which a message that is not the model's gives the answer away."""
+    texts = [m["content"] for m in prompt.messages if m.get("role") != "assistant" and isinstance(m["content"], str)]
+    said = (
+        r"(?i)(?:####|\b(?:answer|solution|result|label|ground truth)\s*(?::|=|is:?)|\\boxed\{|<answer>)"
+        rf"\s*[`'\"*]*{re.escape(truth)}(?![\w.]*\w)"
+    )
+    return next((found[0] for text in texts if (found := re.search(said, text))), None)
+
+
+def _long_solutions(subject: Subject) -> Iterator[Finding]:
+    """Most rows come with a worked solution, and it is longer than a response may be."""
+    limit, lengths = subject.rollout.response_length, []
+    for prompt in subject.prompts:
+        row, truth = prompt.row, truth_text(prompt.row.ground_truth)
+        columns = {**row.extra_info, **row.raw}
+        texts = [v for k, v in columns.items() if isinstance(v, str) and truth and truth in v and _SOLUTION.search(k)]
+        if texts:
+            lengths.append((min(len(subject.known_chat.encode_text(text, neutral=True)) for text in texts), row.place))
+    over = [found for found in lengths if found[0] > limit]
+    if over and len(over) * 2 > len(lengths):
+        yield warning(
+            f"the solutions in {len(over)} of {len(lengths)} rows are longer than {_LENGTH}={limit}: "
+            f"that of {max(over)[1]} has {max(over)[0]} tokens",
+            f"raise {_LENGTH}: an answer that is cut before its end earns nothing",
+        )

@@ -31,6 +31,8 @@ _LIMIT_S = 120.0
 _NO_LIMIT = 2**20
 """Tokens: more than any script says."""
 _MORE_TURNS = 3
+SAME = 1e-9
+"""By which rewards may differ that are the same."""
 _POSITION = re.compile(r"^[^.]+\.(\d+)\.")
 
 
@@ -56,12 +58,15 @@ class Stage:
         self._stream = RolloutStream(self._runner)
         self._context = self._runner.context
 
-    def play(self, talks: Sequence[Talk], *, samples: int = 1, unlimited: bool = False) -> list[Trajectory]:
+    def play(
+        self, talks: Sequence[Talk], *, samples: int = 1, unlimited: bool = False, more_turns: int = _MORE_TURNS
+    ) -> list[Trajectory]:
         """The finished conversations, scored, in the order of the talks.
 
         Args:
             samples: of each talk.
             unlimited: the run's limits of length do not cut: what is asked about is something else.
+            more_turns: unlimited: turns after those of the talk, where the run sets no limit.
 
         Raises:
             EngineError: not over after two minutes.
@@ -71,7 +76,7 @@ class Stage:
         limits = self._context.limits
         if unlimited:
             # A simulated user who is never content asks again and again.
-            turns = limits.max_assistant_turns or max(len(talk.turns) for talk in talks) + _MORE_TURNS
+            turns = limits.max_assistant_turns or max(len(talk.turns) for talk in talks) + more_turns
             limits = replace(
                 limits, response_length=_NO_LIMIT, max_model_len=2 * _NO_LIMIT, max_tokens_per_turn=None,
                 max_assistant_turns=turns,
@@ -102,6 +107,12 @@ class Stage:
         ids = turns[min(self._said[request.session_id], len(turns) - 1)]
         self._said[request.session_id] += 1
         return ScriptedTurn(ids, None, "stop", [-0.1] * len(ids))
+
+
+def earned(trajectory: Trajectory) -> float:
+    """The reward without what length costs; 0 where there is none."""
+    costs = sum(trajectory.reward_parts.get(name, 0.0) for name in ("turn_cost", "token_cost"))
+    return 0.0 if trajectory.reward is None else trajectory.reward - costs
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from verl_mt.data.row_files import RowFile, count_rows, row_files
 from verl_mt.data.run_files import to_json_value
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.diagnostics.critical_path import critical_path_of_rows
-from verl_mt.extensions.inspection.report.run_reader import Run, open_run, read_rollouts, section
+from verl_mt.extensions.inspection.report.run_reader import Run, leaves, open_run, read_rollouts, section
 from verl_mt.extensions.inspection.report.summary import describe
 from verl_mt.extensions.inspection.report.token_columns import TokenColumns
 
@@ -69,6 +69,7 @@ class Contents:
                 "max_staleness": trainer.get("max_staleness"),
                 "model": model,
                 "config": yaml.safe_dump(run.config, sort_keys=False, width=math.inf) if run.config else "",
+                "settings": {key: json.dumps(to_json_value(value)) for key, value in leaves(run.config)},
                 "metrics": self._block(pack(run.metrics)),
                 "critical": self._block(pack(critical)),
                 "texts": self._block(pack({str(k): v for k, v in run.token_texts.items()})),

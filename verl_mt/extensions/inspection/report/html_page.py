@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
 _SCRIPTS = (
-    "dom.js", "codec.js", "store.js", "charts.js", "table.js", "conversation.js", "timeline.js", "diff.js",
-    "prompts.js", "sweep.js", "app.js",
+    "dom.js", "codec.js", "store.js", "charts.js", "table.js", "reading.js", "conversation.js", "timeline.js",
+    "diff.js", "prompts.js", "sweep.js", "app.js",
 )  # fmt: skip
 _HOST = "127.0.0.1"
 _MAX_AGE_S = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,15 @@ def read_curves(folder: Path) -> Run:
     run.config = _config(folder, run.problems)
     run.metrics = _metrics(folder, run.problems)
     return run
+
+
+def leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; an empty mapping is a value."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{below}", leaf) for below, leaf in leaves(value))
+        else:
+            yield str(key), value
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

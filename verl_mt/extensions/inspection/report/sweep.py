@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from verl_mt.data.run_files import holder_of, to_json_value
 from verl_mt.errors import DataError
 from verl_mt.extensions.inspection.report.collect import Collector, Contents, pack
-from verl_mt.extensions.inspection.report.run_reader import Run, is_run, read_curves, section
+from verl_mt.extensions.inspection.report.run_reader import Run, is_run, leaves, read_curves, section
 from verl_mt.reading import require_file
 
 _MAX_DEPTH = 3
@@ -195,7 +195,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def _read_job(path: Path, sweep: Path) -> Job:
     run = read_curves(path) if is_run(path) else Run(path, path.name)
     values = {
-        key: json.dumps(value, ensure_ascii=False, sort_keys=True) for key, value in _leaves(to_json_value(run.config))
+        key: json.dumps(value, ensure_ascii=False, sort_keys=True) for key, value in leaves(to_json_value(run.config))
     }
     setting = tuple((key, value) for key, value in values.items() if not _is_apart(key))
     seeds = tuple(values.get(key, "unknown") for key in _SEEDS)
@@ -224,14 +224,6 @@ def _why_failed(path: Path) -> str | None:
         return str(last["why"]) if last.get("status") == "failed" and last["ended"] >= begun else None
     except (DataError, OSError, ValueError, KeyError, TypeError):
         return None  # no sweep of ours
-
-
-def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from ((f"{key}.{below}", leaf) for below, leaf in _leaves(value))
-        else:
-            yield key, value
 
 
 def _is_apart(key: str) -> bool:

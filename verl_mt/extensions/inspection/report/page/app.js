@@ -21,7 +21,8 @@ const App = (() => {
     const runs = Store.state.runs;
     Dom.replace(node, el("div", { class: "runs" }, runs.map((run) => runCard(run))),
       runs.length > 1 && el("p", { class: "actions" },
-        el("a", { class: "button primary", href: "#/prompts" }, "Compare the runs prompt by prompt")), el("h2", {}, "Curves"), el("div", { id: "curves" }));
+        el("a", { class: "button primary", href: "#/prompts" }, "Compare the runs prompt by prompt"),
+        el("a", { class: "button", href: "#/about" }, "Compare their configurations")), el("h2", {}, "Curves"), el("div", { id: "curves" }));
     Charts.render(node.querySelector("#curves"));
   }
 
@@ -66,11 +67,25 @@ const App = (() => {
       run.metrics.filter((m) => m["collapse/words"]).map((m) => el("div", {}, `Step ${m.step}: ${m["collapse/words"]}`)));
   }
 
+  // The keys in which the configurations of the runs differ.
+  function differences() {
+    const { runs } = Store.state;
+    if (runs.length < 2) return null;
+    const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings ?? {})))]
+      .filter((key) => new Set(runs.map((run) => run.settings?.[key])).size > 1);
+    const shown = (value) => (value === undefined ? el("span", { class: "quiet" }, "not set") : value.startsWith('"') ? JSON.parse(value) : value);
+    return el("section", { class: "settings" }, el("h2", {}, "Keys that differ"), keys.length
+      ? el("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": "Keys that differ" }, el("table", { class: "both" },
+        el("thead", {}, el("tr", {}, el("th", {}, "key"), runs.map((run) => el("th", {}, run.label)))),
+        el("tbody", {}, keys.map((key) => el("tr", {}, el("th", {}, key), runs.map((run) => el("td", {}, shown(run.settings?.[key]))))))))
+      : el("p", {}, "The configurations are the same."));
+  }
+
   function about(node) {
-    Dom.replace(node, Store.state.runs.map((run) => el("section", {}, el("h2", {}, run.label),
+    Dom.replace(node, differences(), Store.state.runs.map((run) => el("section", {}, el("h2", {}, run.label),
       el("p", { class: "quiet" }, run.path),
       run.problems.length ? el("ul", {}, run.problems.map((p) => el("li", {}, p))) : el("p", {}, "Nothing is missing."),
-      Dom.details("config.yaml", true, el("pre", {}, run.config || "(there is none)")))));
+      Dom.details("config.yaml", Store.state.runs.length < 2, el("pre", {}, run.config || "(there is none)")))));
   }
 
   async function route() {
@@ -89,7 +104,7 @@ const App = (() => {
     } else if (view === "rollout") {
       const number = Store.find(Number(rest[0]), decodeURIComponent(rest[1] ?? ""));
       if (number === undefined) Dom.replace(main, el("p", { class: "note bad" }, "This report has no such rollout."));
-      else await Conversation.render(main, Store.state.rollouts[number]);
+      else await Conversation.render(main, Store.state.rollouts[number], new URLSearchParams(query).get("view"));
     } else if (view === "prompts") Prompts.render(main);
     else if (view === "prompt") await Prompts.one(main, decodeURIComponent(rest[0] ?? ""), new URLSearchParams(query));
     else if (view === "timeline") await Timeline.render(main, Number(rest[0] ?? 0), rest[1] === undefined ? null : Number(rest[1]));

@@ -47,6 +47,43 @@ const Charts = (() => {
     ["Tokenization mismatches", "share of the rollouts", { "sanity/mismatch_rate": "training", "val/mismatch_rate": "validation" }],
   ];
 
+  // Panels of the names that a run brings itself: title, what it says, and which metrics; the first group is the line's name, or
+  // with `apart` the panel's, and the second the line's.
+  const OWN = [
+    { title: "Parts of the reward", about: "mean of each number that the reward returns", of: /^reward\/(?!(?:mean|std|min|max)$)(.+)$/ },
+    { title: "Accuracy per data source", about: "share solved, sampled", of: /^val\/(.+)\/accuracy$/ },
+    { title: "Accuracy per data source, greedy", about: "share solved", of: /^val\/(.+)\/accuracy_greedy$/ },
+    { title: "Tool", about: "its own metrics, mean per call", apart: true,
+      of: /^tools\/([^/]+)\/(?!(?:calls|errors|timeouts|loop_blocked|model_errors|over_budget|truncated|retries|media_dropped|latency_s)$)([^/]+)$/ },
+    { title: "Time per tool call", about: "seconds, waiting included", of: /^tools\/([^/]+)\/latency_s$/ },
+  ];
+  const MOST_LINES = 12; // of a panel of own metrics
+  const MOST_FOUND = 60; // charts of a search
+  const view = { smooth: 1, search: "" };
+
+  // Panels of the metrics that only this run has.
+  function ownPanels(names) {
+    return OWN.flatMap(({ title, about, of, apart }) => {
+      const groups = new Map();
+      for (const name of names) {
+        const found = name.match(of);
+        if (!found) continue;
+        const key = apart ? `${title} ${found[1]}` : title;
+        groups.set(key, { ...groups.get(key), [name]: found[apart ? 2 : 1] });
+      }
+      return [...groups].map(([key, metrics]) => [key, about, Object.fromEntries(Object.entries(metrics).slice(0, MOST_LINES))]);
+    });
+  }
+
+  // The mean of the last `window` numbers at each step.
+  function smoothed(values, window) {
+    let total = 0;
+    return values.map((value, at) => {
+      total += value - (at >= window ? values[at - window] : 0);
+      return total / Math.min(window, at + 1);
+    });
+  }
+
   function sum(metrics, pattern) {
     let total = 0;
     for (const [name, value] of Object.entries(metrics)) if (pattern.test(name)) total += value;
@@ -169,8 +206,10 @@ const Charts = (() => {
     const Plotly = await plotly();
     const several = new Set(found.map((s) => s.label)).size > 1;
     const manyRuns = Store.state.runs.length > 1;
-    const traces = found.flatMap((s) => [...band(s), {
-      x: s.steps, y: s.values, mode: s.steps.length < 40 ? "lines+markers" : "lines",
+    const raw = (s) => (view.smooth < 2 ? [] : [{ x: s.steps, y: s.values, mode: "lines", opacity: 0.3, hoverinfo: "skip",
+      line: { color: colourOf(s), width: 1 } }]);
+    const traces = found.flatMap((s) => [...band(s), ...raw(s), {
+      x: s.steps, y: view.smooth < 2 ? s.values : smoothed(s.values, view.smooth), mode: s.steps.length < 40 ? "lines+markers" : "lines",
       name: plain(manyRuns && several ? `${s.run.label}: ${s.label}` : manyRuns ? s.run.label : s.label),
       line: { color: colourOf(s), width: 2, dash: manyRuns ? DASHES[s.place % DASHES.length] : "solid" },
       marker: { size: 5 }, hovertemplate: `step %{x}: %{y:.4g}${s.run.seeds ? "%{text}" : ""}<extra>%{fullData.name}</extra>`,
@@ -230,10 +269,10 @@ const Charts = (() => {
   function render(node) {
     drawn.clear();
     watcher.disconnect();
-    const cards = PANELS.map((panel) => [panel, series(panel)]).filter(([, found]) => found.length)
-      .map(([panel, found]) => card(panel[0], panel[1], found));
     const names = [...new Set(Store.state.runs.flatMap((run) => seedsOf(run).flat().flatMap(
       (m) => Object.keys(m).filter((name) => Number.isFinite(m[name])))))].filter((name) => name !== "step").sort();
+    const cards = [...PANELS, ...ownPanels(names)].map((panel) => [panel, series(panel)]).filter(([, found]) => found.length)
+      .map(([panel, found]) => card(panel[0], panel[1], found));
     if (!cards.length) {
       Dom.replace(node, runLegend(node), el("p", { class: "quiet" }, "There are no metrics to draw."));
       return;
@@ -243,8 +282,26 @@ const Charts = (() => {
       const name = event.target.value;
       Dom.replace(own, name ? card(name, "", series([name, "", { [name]: name }])) : null);
     } }, el("option", { value: "" }, "choose…"), names.map((name) => el("option", { value: name }, name)));
-    Dom.replace(node, runLegend(node), el("div", { class: "charts" }, cards),
-      el("p", { class: "controls" }, el("label", { for: "any-metric" }, "Any other metric "), choose), own);
+    const found = el("div", { class: "charts found" });
+    const status = el("span", { class: "quiet", role: "status" });
+    const search = () => {
+      const fit = view.search ? names.filter((name) => name.toLowerCase().includes(view.search.toLowerCase())) : [];
+      status.textContent = !view.search ? "" : fit.length > MOST_FOUND ? `the first ${MOST_FOUND} of ${fit.length}` : Dom.count(fit.length, "metric");
+      Dom.replace(found, fit.slice(0, MOST_FOUND).map((name) => card(name, "", series([name, "", { [name]: name }]))));
+    };
+    const smooth = el("select", { id: "smooth", onchange: (event) => {
+      view.smooth = Number(event.target.value);
+      render(node);
+    } }, [1, 3, 5, 10, 20, 50].map((n) => el("option", { value: n, selected: n === view.smooth }, n === 1 ? "none" : `mean of ${n} steps`)));
+    Dom.replace(node, runLegend(node), el("p", { class: "controls" }, el("label", { for: "smooth" }, "Smoothing "), smooth),
+      el("div", { class: "charts" }, cards), el("h2", {}, "Every metric"),
+      el("p", { class: "controls" }, el("label", { for: "any-metric" }, "Any other metric "), choose,
+        el("label", { for: "metrics-with" }, "All whose name contains "),
+        el("input", { id: "metrics-with", type: "search", placeholder: "tools/", value: view.search, oninput: (event) => {
+          view.search = event.target.value.trim();
+          search();
+        } }), status), own, found);
+    search();
   }
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

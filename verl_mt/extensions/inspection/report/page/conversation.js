@@ -15,15 +15,44 @@ const Conversation = (() => {
     version: ["weight version", (t, most, versions) => (t.version === null ? null
       : versions.length < 2 ? 0 : versions.indexOf(t.version) / (versions.length - 1))],
   };
-  const view = { colouring: "role" };
+  const view = { colouring: "role", mode: "messages" };
   let tokens = []; // of the open rollout: [{token, block, node}] in order
   let chosen = -1;
   let panel = null;
+  let openTokens = () => {};
 
-  async function render(node, rollout) {
+  // `mode`: messages or tokens; null = as the last one was looked at.
+  async function render(node, rollout, mode = null) {
     Dom.replace(node, el("p", { class: "quiet" }, "opening…"));
     const [details, records] = await Promise.all([Store.details(rollout), Store.tokens(rollout)]);
     const run = Store.state.runs[rollout.run];
+    view.mode = mode ?? view.mode;
+    const body = el("div", {});
+    const side = el("div", { class: "side" });
+    const tabs = el("p", { class: "controls tabs", role: "group", "aria-label": "View" });
+    const show = (wanted, jumpToTrained = false) => {
+      view.mode = wanted;
+      const of = { rollout, details, records, run };
+      Dom.replace(tabs, [["messages", "Messages"], ["tokens", "Tokens"]].map(([key, title]) =>
+        el("button", { "aria-pressed": String(key === wanted), onclick: () => show(key) }, title)));
+      if (wanted === "tokens") showTokens(body, side, of);
+      else {
+        tokens = [];
+        panel = null;
+        document.body.classList.remove("heated");
+        Dom.replace(body, Reading.render(details, () => show("tokens", true)));
+        Dom.replace(side, siblings(rollout));
+      }
+      if (jumpToTrained) body.querySelector(".first-trained")?.click();
+    };
+    openTokens = () => view.mode === "tokens" || show("tokens");
+    Dom.replace(node, heading(rollout, details, run),
+      el("div", { class: "columns" },
+        el("div", { class: "main" }, asked(details, rollout), notes(details, rollout), tabs, body, extras(details)), side));
+    show(view.mode);
+  }
+
+  function showTokens(body, side, { rollout, details, records, run }) {
     tokens = [];
     chosen = -1;
     panel = el("aside", { class: "card inspector", "aria-live": "polite", "aria-label": "The chosen token" });
@@ -38,10 +67,8 @@ const Conversation = (() => {
     });
     stream.addEventListener("pointerover", (event) => { if (chosen < 0) pick(event.target.closest("[data-t]"), false); });
     recolour();
-    Dom.replace(node, heading(rollout, details, run),
-      el("div", { class: "columns" },
-        el("div", { class: "main" }, asked(details, rollout), notes(details, rollout), legend(stream), stream, toolCalls(details), extras(details)),
-        el("div", { class: "side" }, panel, siblings(rollout))));
+    Dom.replace(body, legend(stream), stream);
+    Dom.replace(side, panel, siblings(rollout));
     explain(null, run);
   }
 
@@ -200,7 +227,7 @@ const Conversation = (() => {
       tokens.some((t) => isClipped(t.token)) && sign("clipped", "trained, but clipped"),
       tokens.some((t) => t.node.classList.contains("mismatch")) && sign("mismatch", "mismatch"),
       el("span", { class: "sign" }, el("label", { for: "colouring" }, "Colour by "), choose),
-      first && el("button", { class: "plain", onclick: () => {
+      first && el("button", { class: "plain first-trained", onclick: () => {
         pick(first, true);
         first.scrollIntoView({ block: "center" });
       } }, "Go to the first trained token"));
@@ -255,6 +282,7 @@ const Conversation = (() => {
   }
 
   function jump(record, position) {
+    openTokens();
     const entry = tokens.find(({ token, block }) => block.record === record && token.position === position);
     if (!entry) return;
     pick(entry.node, true);
@@ -285,19 +313,6 @@ const Conversation = (() => {
   }
 
   const withProbability = (logProb) => (logProb === null ? "–" : `${number(logProb, 4)} (p = ${number(Math.exp(logProb))})`);
-
-  function toolCalls(details) {
-    if (!details.calls.length) return null;
-    const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 1));
-    const fault = { model: "the model's fault", tool: "the tool's fault", infrastructure: "the infrastructure's fault" };
-    return el("section", { class: "calls" }, el("h3", {}, "Tool calls"), details.calls.map((call) =>
-      el("div", { class: `card call${call.failure ? " failed" : ""}` },
-        el("h4", {}, call.name || "(no name)", el("span", { class: "quiet" }, ` turn ${call.turn}, ${seconds(call.seconds)}`),
-          call.failure && el("span", { class: "badge" }, fault[call.failure] ?? call.failure)),
-        el("div", { class: "pair" },
-          el("div", {}, el("h5", {}, "arguments"), el("pre", {}, call.arguments === undefined ? `could not be read:\n${call.written ?? ""}` : shown(call.arguments))),
-          el("div", {}, el("h5", {}, "result"), el("pre", {}, call.result === null ? "(the model never saw one)" : call.result))))));
-  }
 
   function extras(details) {
     const rest = Object.fromEntries(["data_source", "source", "row_index", "reward_parts", "tool_rewards", "turn_scores", "counters", "info"]

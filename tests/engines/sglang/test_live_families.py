@@ -1,0 +1,45 @@
+"""Model families on a real vLLM: it starts without weights, and has those of the trainer after the first update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from live import ROLLOUT, Loop, vllm_python, worst_difference
+from model_families import MULTIMODAL, TEXT, write
+
+from verl_mt import engines
+from verl_mt.config.compose import compose
+from verl_mt.data.requests import GenerationRequest, SamplingParams
+from verl_mt.engines.base import EngineSetup
+from verl_mt.modeling.load import load_causal_lm
+from verl_mt.workers.weight_sync import weight_update_for
+
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
+ROUNDING = 1e-3
+START_S = 900.0
+"""A start takes 40 s alone, and ten times that on a machine that others use."""
+PROMPT = [5, 17, 200, 31, 8, 99, 140, 77]
+
+
+@pytest.mark.parametrize("family", [*TEXT, *MULTIMODAL])
+def test_a_family_samples_with_the_weights_of_the_first_update(family, tmp_path):
+    folder, run = write(family, tmp_path), Loop()
+    model = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.tokenizer_path=verl_mt://tiny"]
+    words = ["name=vllm", f"python={vllm_python()}", f"engine_timeout_s={START_S}", "max_num_seqs=8", "dtype=float32"]
+    config = compose([*model, *(ROLLOUT + word for word in words)]).actor_rollout_ref
+    setup = EngineSetup(
+        config, None, end_token_ids=frozenset({1}), decode=None, max_model_len=256, deterministic=False, seed=0
+    )  # fmt: skip
+    engine = engines.build(setup)
+    module = load_causal_lm(str(folder), attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in module.parameters():  # other weights than those of the files
+            parameter.mul_(1.1)
+    try:
+        reads_files = not run(engine.start_without_weights(), START_S)
+        assert reads_files == family.startswith("Qwen3_5"), "whose vision tower is not trained"
+        run(engine.apply(weight_update_for(engine.capabilities, module, 0)))
+        asked = GenerationRequest(PROMPT, SamplingParams(max_new_tokens=12, temperature=1.0), "request", "session")
+        assert worst_difference(module, PROMPT, run(engine.generate(asked))) < ROUNDING
+    finally:
+        run(engine.close())

@@ -1,0 +1,64 @@
+"""recipes/public_tasks: demonstrations, intervals, and one run through the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "public_tasks"
+
+
+def script(name: str) -> ModuleType:
+    """A file of the recipe, as a module."""
+    spec = importlib.util.spec_from_file_location(f"public_tasks_{name}", RECIPE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("question", "expression"),
+    [
+        ("State the final answer to the following arithmetic problem: 4 - 1 - 7 =", "4-1-7"),
+        ("Solve the following multiplication: 18 * 43. Give only the result as your final answer.", "18*43"),
+    ],
+)
+def test_a_demonstration_calls_the_calculator_with_the_questions_expression(question, expression):
+    call, result, answer = script("demonstrations").conversation(question, "9", "S")["messages"][2:]
+    assert call["tool_calls"][0]["function"] == {"name": "calculator", "arguments": {"expression": expression}}
+    assert (result["content"], answer["content"]) == ("9", "#### 9")
+    with pytest.raises(ValueError, match="no expression in 'Spell sun'"):
+        script("demonstrations").conversation("Spell sun", "nus", "S")
+
+
+def test_intervals_are_those_of_the_textbook():
+    measure = script("measure")
+    low, high = measure.wilson(0.5, 100)
+    assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
+    mean, half = measure.mean_interval([0.1, 0.2, 0.3])
+    assert (round(mean, 6), round(half, 3)) == (0.2, 0.248)
+    assert measure.mean_interval([0.5]) == (0.5, math.inf)
+    rows = [{"family": "a", "seed": seed, "start": 0.1, "end": end} for seed, end in ((1, 0.4), (2, 0.6))]
+    assert "| **a** | mean | 0.100 | 0.500, gain +0.400 ± 1.271 |" in measure.table(rows, 100)
+
+
+@pytest.mark.slow
+def test_the_command_measures_before_and_after(tmp_path, capsys):
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    words = ["--model", "verl_mt://tiny", "--seeds", "1", "--steps", "1", "--held-out", "8", "--out", str(tmp_path)]
+    words += ["--family", "{task: products, max_digits: 1}", "data.train_batch_size=2"]
+    words += ["actor_rollout_ref.rollout.response_length=8", "actor_rollout_ref.rollout.n=2"]
+    assert script("measure").main(words) == 0
+    measured = json.loads((tmp_path / "measured_verl_mt.json").read_text())
+    (row,) = measured["runs"]
+    assert (row["family"], row["seed"], measured["held_out"]) == ("products", 1, 8)
+    assert 0 <= row["start"] <= 1 and 0 <= row["end"] <= 1
+    assert "| **products** | mean |" in capsys.readouterr().out

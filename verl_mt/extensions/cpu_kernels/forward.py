@@ -1,0 +1,198 @@
+"""A step of the local engine with the compiled kernels, over the actor's own weights.
+
+The products stay torch's. Queries, keys and values of a layer, and gate and up, are written beside each other into one
+buffer, so no weight is copied and none can be out of date. Shapes as in `kernels.cpp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepTokens
+from verl_mt.engines.local.sampling import SamplingRows
+from verl_mt.extensions.cpu_kernels.build import Built, KernelsError
+from verl_mt.extensions.cpu_kernels.library import DTYPES, HEAD_DIMS, MOST_QUERIES, Library, Places
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Classes of transformers whose layers are as `_Layer` computes them."""
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that do not depend on the length of the sequence."""
+
+
+def why_not(module: Any) -> str | None:
+    """Why a model cannot be computed with the kernels; None if it can."""
+    name, config = type(module).__name__, getattr(module, "config", None)
+    if name not in FAMILIES or not type(module).__module__.startswith("transformers."):
+        return f"{name} is none of {', '.join(FAMILIES)}"
+    parameters = list(module.parameters())
+    kinds = sorted({f"{p.dtype} on {p.device.type}".removeprefix("torch.") for p in parameters})
+    if kinds not in ([f"{known} on cpu"] for known in DTYPES.values()):
+        return f"the weights are {', '.join(kinds)}, not all float32 or all bfloat16 on the cpu"
+    if any(not p.is_contiguous() for p in parameters):
+        return "some weights are not contiguous"
+    assert config is not None
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotation not in _FIXED_ROTATIONS:
+        return f"its rotary embedding is {rotation}, which depends on the length"
+    attention = module.model.layers[0].self_attn
+    dim, group = attention.head_dim, config.num_attention_heads // config.num_key_value_heads
+    if dim not in HEAD_DIMS or group > MOST_QUERIES:
+        return f"head_dim {dim} is none of {HEAD_DIMS}, or {group} query heads share a key-value head"
+    return _changed(module)
+
+
+def _changed(module: torch.nn.Module) -> str | None:
+    """What is not as transformers made it."""
+    for name, part in module.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            return f"{name or 'the model'} has a hook, or another forward"
+        is_linear = name.rpartition(".")[2].endswith("_proj") or name == "lm_head"
+        if is_linear and type(part) is not torch.nn.Linear:
+            return f"{name} is a {type(part).__name__}, not a Linear"
+        if is_linear and part.bias is not None and name.rpartition(".")[2] not in ("q_proj", "k_proj", "v_proj"):
+            return f"{name} has a bias"
+    return None
+
+
+_Product = tuple[torch.Tensor, torch.Tensor | None]
+"""A transposed weight [in, out] and its bias [out]."""
+
+
+@dataclass
+class _Layer:
+    """The weights of a decoder layer: views of the actor's own."""
+
+    source: torch.nn.Module
+    input_norm: torch.Tensor = field(init=False)
+    qkv: list[_Product] = field(init=False)
+    head_norms: tuple[torch.Tensor | None, torch.Tensor | None] = field(init=False)
+    output: torch.Tensor = field(init=False)
+    mlp_norm: torch.Tensor = field(init=False)
+    gate_up: list[_Product] = field(init=False)
+    down: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        layer: Any = self.source
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.qkv = [_product(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        self.head_norms = (q_norm and q_norm.weight, k_norm and k_norm.weight)
+        self.output, self.down = attention.o_proj.weight.t(), mlp.down_proj.weight.t()
+        self.gate_up = [_product(part) for part in (mlp.gate_proj, mlp.up_proj)]
+
+
+def _product(part: Any) -> _Product:
+    return part.weight.t(), part.bias
+
+
+def _beside(x: torch.Tensor, products: list[_Product]) -> torch.Tensor:
+    """The products of `x` [N, C], beside each other [N, sum of the widths]."""
+    out, start = x.new_empty(x.shape[0], sum(weight.shape[1] for weight, _ in products)), 0
+    for weight, bias in products:
+        part = out.narrow(1, start, weight.shape[1])
+        start += weight.shape[1]
+        if bias is None:
+            torch.mm(x, weight, out=part)
+        else:
+            torch.addmm(bias, x, weight, out=part)
+    return out
+
+
+class CompiledForward(PackedForward):
+    """`PackedForward` with the compiled kernels.
+
+    Args:
+        module: a model of one of the `FAMILIES`, float32 or bfloat16, on the CPU.
+        max_model_len: the longest sequence it will see, in tokens.
+        built: the kernels.
+
+    Raises:
+        KernelsError: the kernels cannot compute the model.
+    """
+
+    def __init__(self, module: torch.nn.Module, max_model_len: int, built: Built):
+        super().__init__(module, max_model_len)
+        if (reason := why_not(module)) is not None:
+            raise KernelsError(reason)
+        self._built, self._max_model_len = built, max_model_len
+        self._parameters = list(module.parameters())
+        self._pointers: list[int] = []
+        self._use(module)
+
+    def _use(self, module: Any) -> None:
+        """Look the weights up, where they are now."""
+        config = module.config
+        self._pointers = [p.data_ptr() for p in self._parameters]
+        self._library = Library(self._built, self._parameters[0].dtype)
+        attention = module.model.layers[0].self_attn
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim, self._scale, self._eps = attention.head_dim, float(attention.scaling), float(config.rms_norm_eps)
+        self._embedding, self._final_norm = module.model.embed_tokens.weight, module.model.norm.weight
+        self._head = module.lm_head.weight.t()
+        self._layers = [_Layer(layer) for layer in module.model.layers]
+        with torch.inference_mode():
+            positions = torch.arange(self._max_model_len)[None]
+            angles = module.model.rotary_emb(self._embedding[:1, None], positions)
+            self._angles = tuple(x[0].float().contiguous() for x in angles)
+
+    def compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
+        """As the base class computes it.
+
+        Raises:
+            KernelsError: the module was changed since the engine was made, and the kernels cannot compute it any more.
+        """
+        if [p.data_ptr() for p in self._parameters] != self._pointers:
+            if (reason := why_not(self.module)) is not None:
+                raise KernelsError(f"the model was changed while it was sampled from: {reason}")
+            self._use(self.module)
+        library, group = self._library, self._heads // self._kv_heads
+        places = library.plan(ids, work.rows, work.positions, work.num_single, group, self._dim)
+        wanted = torch.from_numpy(work.wanted)
+        x = torch.nn.functional.embedding(torch.from_numpy(work.tokens), self._embedding)
+        q = torch.empty(x.shape[0], self._heads, self._dim)
+        for number, layer in enumerate(self._layers):
+            attended = self._attend(number, layer, x, q, cache, places)
+            if number == len(self._layers) - 1 and len(work.wanted) < len(work.tokens):
+                # Behind the last attention only the tokens count whose logits are wanted.
+                x, attended = x[wanted], attended[wanted]
+            x.addmm_(attended, layer.output)
+            normed = torch.empty_like(x)
+            library.norm(x, layer.mlp_norm, normed, self._eps)
+            both = _beside(normed, layer.gate_up)
+            inside = both.new_empty(both.shape[0], both.shape[1] // 2)
+            library.silu_multiply(both, inside)
+            x.addmm_(inside, layer.down)
+        normed = torch.empty_like(x)
+        library.norm(x, self._final_norm, normed, self._eps)
+        return normed @ self._head
+
+    def _attend(
+        self, number: int, layer: _Layer, x: torch.Tensor, q: torch.Tensor, cache: KVCache, places: Places
+    ) -> torch.Tensor:
+        """[N, H * D] of one layer; `q` is scratch."""
+        normed = torch.empty_like(x)
+        self._library.norm(x, layer.input_norm, normed, self._eps)
+        qkv = _beside(normed, layer.qkv)
+        try:
+            kv = cache.of_layer(number)
+        except KeyError:
+            nowhere, nothing = torch.empty(0, dtype=torch.int64), qkv.new_empty(0, self._kv_heads, self._dim)
+            cache.write(number, nowhere, nowhere, (nothing, nothing))
+            kv = cache.of_layer(number)
+        self._library.rotate_and_write(qkv, layer.head_norms, self._angles, q, kv, places, self._eps)
+        out = qkv.new_empty(x.shape[0], self._heads * self._dim)
+        self._library.attend(q, kv, out, places, self._scale)
+        return out
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
+        """As the base class samples; rows with top-k, top-p or min-p go there."""
+        if ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)).any():
+            return super().sample(logits, rows)
+        return self._library.draw(logits, rows.temperature, rows.uniform)

@@ -1,0 +1,165 @@
+"""The kernels as functions of tensors. Shapes as in `kernels.cpp`; every tensor is contiguous and on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_mt.extensions.cpu_kernels.build import Built
+
+HEAD_DIMS = (16, 32, 64, 128)
+"""Head dimensions that are compiled."""
+MOST_QUERIES = 16
+"""Query heads of one key-value head: each has a lane."""
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_P, _I, _F, _T = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES = {
+    "attend": [_P] * 4 + [_I] * 4 + [_P] * 4 + [_I, _F, _T],
+    "norm": [_P] * 3 + [_I] * 2 + [_F, _T],
+    "silu_multiply": [_P] * 2 + [_I] * 2 + [_T],
+    "rotate_and_write": [_P] * 8 + [_I] * 5 + [_P] * 2 + [_F, _T],
+    "draw": [_P] * 3 + [_I] * 2 + [_P] * 2 + [_T],
+}
+
+
+@dataclass
+class Places:
+    """Where the tokens of a step go, and which are attended together."""
+
+    rows: np.ndarray
+    """[N] int64"""
+    positions: np.ndarray
+    """[N] int64"""
+    order: np.ndarray
+    """[N] int64"""
+    blocks: np.ndarray
+    """[N, 4] int64, of which the first `num_blocks` count: begin, end, shared positions, row."""
+    num_blocks: int
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int]:
+        """Of the arrays, in their order."""
+        return tuple(x.ctypes.data for x in (self.rows, self.positions, self.order, self.blocks))  # type: ignore[return-value]
+
+
+class Library:
+    """The kernels for tensors of one dtype.
+
+    Args:
+        built: the compiled kernels.
+        dtype: of weights, activations and cache: float32 or bfloat16.
+    """
+
+    def __init__(self, built: Built, dtype: torch.dtype):
+        self.dtype = dtype
+        self._plan = built.library.verl_mt_plan
+        self._plan.argtypes, self._plan.restype = [_P, _I, _P, _P, *[_I] * 4, _P, _P], _I
+        self._call: dict[str, Any] = {}
+        for name, arguments in _SIGNATURES.items():
+            self._call[name] = getattr(built.library, f"verl_mt_{name}_{DTYPES[dtype]}")
+            self._call[name].argtypes = arguments
+
+    def plan(
+        self, ids: np.ndarray, rows: np.ndarray, positions: np.ndarray, num_single: int, group: int, dim: int
+    ) -> Places:
+        """Which tokens are attended together.
+
+        Args:
+            ids: [S, M] of the cache's rows.
+            rows, positions: [N] of the tokens; the first `num_single` decode, then come pieces.
+            num_single: how many decode.
+            group: G.
+            dim: D.
+        """
+        ids, rows, positions = (np.ascontiguousarray(x, dtype=np.int64) for x in (ids, rows, positions))
+        order, blocks = np.empty(len(rows), dtype=np.int64), np.empty((len(rows), 4), dtype=np.int64)
+        count = self._plan(
+            ids.ctypes.data, ids.shape[1], rows.ctypes.data, positions.ctypes.data, num_single, len(rows), group, dim,
+            order.ctypes.data, blocks.ctypes.data,
+        )  # fmt: skip
+        return Places(rows, positions, order, blocks, count)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        places: Places,
+        scale: float,
+    ) -> None:
+        """Attention of queries [N, H, D] in float32 to keys and values `[S, K, M, D]`, into `out` [N, H * D].
+
+        Raises:
+            ValueError: a head dimension that is not compiled.
+        """
+        keys, values = kv
+        _, heads, length, dim = keys.shape
+        failed = self._call["attend"](
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), heads, q.shape[1] // heads, dim, length,
+            *places.pointers, places.num_blocks, scale, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed:
+            raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+        """RMSNorm of `x` [N, C] with `weight` [C], into `out` [N, C]."""
+        self._call["norm"](x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads())
+
+    def silu_multiply(self, both: torch.Tensor, out: torch.Tensor) -> None:
+        """silu(gate) * up of `both` [N, 2 * I], gate first, into `out` [N, I]."""
+        self._call["silu_multiply"](both.data_ptr(), out.data_ptr(), *out.shape, torch.get_num_threads())
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        places: Places,
+        eps: float,
+    ) -> None:
+        """Norm and rotary embedding of queries and keys; keys and values go into the cache.
+
+        Args:
+            qkv: [N, (H + 2 K) * D] queries, keys, values of each token.
+            norms: weights [D] of the norms of queries and keys; None = there are none.
+            angles: cosine and sine, [positions, D] float32 each.
+            q: [N, H, D] float32, written.
+            kv: keys and values of the cache, [S, K, M, D] each, written.
+            places: where the tokens go.
+            eps: of the norms.
+        """
+        q_weight, k_weight = (None if w is None else w.data_ptr() for w in norms)
+        _, heads, length, dim = kv[0].shape
+        self._call["rotate_and_write"](
+            qkv.data_ptr(), q_weight, k_weight, angles[0].data_ptr(), angles[1].data_ptr(), q.data_ptr(),
+            kv[0].data_ptr(), kv[1].data_ptr(), qkv.shape[0], q.shape[1], heads, dim, length, *places.pointers[:2], eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def draw(self, logits: torch.Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One token per row by inverting the cumulative distribution, without filters; see `engines.local.sampling`.
+
+        Args:
+            logits: [n, V]
+            temperature: [n] float64; 0 = the most probable token.
+            uniform: [n] float64 in [0, 1).
+
+        Returns:
+            ids [n] int64 and their log-probs [n] float32.
+        """
+        ids, log_probs = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.float32)
+        temperature, uniform = (np.ascontiguousarray(x, dtype=np.float64) for x in (temperature, uniform))
+        logits = logits.contiguous()
+        self._call["draw"](
+            logits.data_ptr(), temperature.ctypes.data, uniform.ctypes.data, *logits.shape, ids.ctypes.data,
+            log_probs.ctypes.data, torch.get_num_threads(),
+        )  # fmt: skip
+        return ids, log_probs

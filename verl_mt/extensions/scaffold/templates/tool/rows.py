@@ -1,0 +1,24 @@
+"""The questions of `my_project`, each with its answer. Put your own here, or name files in `config.yaml`."""
+
+import random
+
+THINGS = ("maps", "pens", "keys", "shells")
+
+
+def rows(num_rows, seed, split):
+    """Make rows. The numbers of `val` are never in `train`.
+
+    Args:
+        num_rows: at most this many. -1 = all.
+        seed: `data.seed`.
+        split: `train` or `val`.
+    """
+    rng = random.Random(f"{split}/{seed}")
+    pairs = [(a, b) for a in range(2, 60) for b in range(2, 60) if ((a + 3 * b) % 10 == 0) == (split == "val")]
+    rng.shuffle(pairs)
+    return [row(a, b, rng.choice(THINGS)) for a, b in pairs[: None if num_rows < 0 else num_rows]]
+
+
+def row(a, b, things):
+    question = f"Ada has {a} {things} and gets {b} more. How many {things} does Ada have?"
+    return {"prompt": question, "data_source": "my_project", "ground_truth": a + b}
