@@ -36,4 +36,4 @@ def run(path: Path) -> list[str]:
 
 if __name__ == "__main__":
     for text in run(Path(sys.argv[1])):
-        print("--", text[:400])
+        print("--", text)

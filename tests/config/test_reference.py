@@ -27,7 +27,7 @@ def test_the_defaults_that_differ_from_verls_are_listed_as_they_are():
 def test_there_are_at_most_218_keys():
     """About 200, those that only training over many ranks needs, two of training while others sample, which text a
     reward of verl's gets, three that name environments, the Python of an engine, and the local
-        engine's kernels."""
+    engine's kernels."""
     assert len(leaves()) <= 218
 
 

@@ -1,11 +1,15 @@
-"""Model families on a real vLLM: it starts without weights, and has those of the trainer after the first update."""
+"""Text families on a real vLLM: it starts without weights, and has those of the trainer after the first update.
+
+Models with a vision tower, Qwen3.5 too, need torchvision, which vLLM's CPU build has not. `test_weight_names.py`
+compares their names and shapes.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from live import ROLLOUT, Loop, vllm_python, worst_difference
-from model_families import MULTIMODAL, TEXT, write
+from model_families import TEXT, write
 
 from verl_mt import engines
 from verl_mt.config.compose import compose
@@ -21,7 +25,7 @@ START_S = 900.0
 PROMPT = [5, 17, 200, 31, 8, 99, 140, 77]
 
 
-@pytest.mark.parametrize("family", [*TEXT, *MULTIMODAL])
+@pytest.mark.parametrize("family", TEXT)
 def test_a_family_samples_with_the_weights_of_the_first_update(family, tmp_path):
     folder, run = write(family, tmp_path), Loop()
     model = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.model.tokenizer_path=verl_mt://tiny"]
@@ -36,8 +40,7 @@ def test_a_family_samples_with_the_weights_of_the_first_update(family, tmp_path)
         for parameter in module.parameters():  # other weights than those of the files
             parameter.mul_(1.1)
     try:
-        reads_files = not run(engine.start_without_weights(), START_S)
-        assert reads_files == family.startswith("Qwen3_5"), "whose vision tower is not trained"
+        assert run(engine.start_without_weights(), START_S)
         run(engine.apply(weight_update_for(engine.capabilities, module, 0)))
         asked = GenerationRequest(PROMPT, SamplingParams(max_new_tokens=12, temperature=1.0), "request", "session")
         assert worst_difference(module, PROMPT, run(engine.generate(asked))) < ROUNDING

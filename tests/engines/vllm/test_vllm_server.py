@@ -62,9 +62,15 @@ class Server:
         return [path for path, _, _ in self.asked]
 
 
-def over(server: Server, **options) -> VLLMServer:
+def over(server, **options) -> VLLMServer:
     made = VLLMServer(URL, VLLMOptions("/model", options.pop("max_model_len", 512), **options))
-    made._http = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(server))
+    made._alone = lambda: httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(server))
+
+    async def post(asked, by):
+        async with made._alone() as http:
+            return await http.post(asked.path, json=asked.body, params=asked.query)
+
+    made._post = post
     return made
 
 
@@ -105,6 +111,13 @@ def test_a_server_that_fits_is_taken_and_a_pause_of_somebody_is_ended():
 def test_a_server_that_does_not_fit_is_refused_with_what_to_do(server, options, message):
     with pytest.raises(ConfigError, match=message):
         asyncio.run(over(Server(**server), **options).start(9.0))
+
+
+def test_a_gpu_with_the_nccl_settings_that_you_gave_both_sides_is_taken(monkeypatch):
+    for name in WORKER["nccl"]:
+        monkeypatch.setenv(name, "1")
+    same = dict.fromkeys(WORKER["nccl"], "1")
+    asyncio.run(over(Server({"device": "cuda", "nccl": same})).start(9.0))
 
 
 def test_a_gpu_whose_weights_come_as_files_may_have_any_nccl_settings():
@@ -151,10 +164,7 @@ def test_calls_are_vllms_own_in_order():
 
 @pytest.mark.parametrize(("status", "words"), [(500, "no session"), (200, '{"success": false}')])
 def test_a_call_that_the_server_refuses_is_an_error_with_its_words(status, words):
-    client = over(Server())
-    client._http = httpx.AsyncClient(
-        base_url=URL, transport=httpx.MockTransport(lambda request: httpx.Response(status, text=words))
-    )
+    client = over(lambda request: httpx.Response(status, text=words))
     with pytest.raises(EngineError, match=f"refused begin_weight_update: status {status}: {words}"):
         asyncio.run(client.call("begin_weight_update", {}, 9.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -166,10 +167,10 @@ class VLLMServer(ServerClient):
                 f"{KEY}: {self.url} computes prompts in parts. vLLM {VLLM.newest} dies of that on a CPU where requests "
                 "have seeds. Start it with --no-enable-chunked-prefill"
             )
-        other = {name: worker["nccl"][name] for name, value in NCCL_ALIKE.items() if worker["nccl"][name] != value}
-        if self.on_gpu and other and options.transport != "disk":
-            alike = " ".join(f"{name}={value}" for name, value in NCCL_ALIKE.items())
+        ours = {name: os.environ.get(name, value) for name, value in NCCL_ALIKE.items()}
+        if self.on_gpu and worker["nccl"] != ours and options.transport != "disk":
+            alike = " ".join(f"{name}={value}" for name, value in ours.items())
             raise ConfigError(
-                f"{KEY}: {self.url} has other NCCL settings than the sender of weights ({other}): a broadcast may "
-                f"hang. Start it with {alike}, or set rollout.weight_transport=disk"
+                f"{KEY}: {self.url} has other NCCL settings than the sender of weights ({worker['nccl']}): a broadcast "
+                f"may hang. Start it with {alike}, or set rollout.weight_transport=disk"
             )
