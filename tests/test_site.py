@@ -169,7 +169,7 @@ def found(page, query: str) -> list[str]:
     return [re.sub(r"(^|/)index$", r"\1README", name) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.xdist_group("site")
 def test_titles_of_issues_find_the_page_that_answers_them(site, browser):
     questions = yaml.safe_load((Path(__file__).parent / "site_questions" / "issues.yaml").read_text())
