@@ -233,6 +233,8 @@ class ServerWorker:
             "arguments": {
                 "quantization": model.quantization,
                 "kv_cache_dtype": config.cache_config.cache_dtype,
+                # All others hold the files' weights.
+                "load_format": "dummy" if config.load_config.load_format == "dummy" else "auto",
                 "speculative_config": str(config.speculative_config or ""),
                 "logits_processors": [str(processor) for processor in model.logits_processors or ()],
                 "skip_tokenizer_init": model.skip_tokenizer_init,
