@@ -182,6 +182,24 @@ def test_an_engine_that_is_slow_to_tell_of_its_progress_keeps_nobody_from_an_ans
     run_async(go())
 
 
+def test_an_abort_of_the_engines_own_is_no_deadline_however_long_the_turn_was(run_async):
+    async def go():
+        engine = held_engine()
+        await engine.start()
+        (client,) = engine.lives
+        long = asyncio.ensure_future(engine.generate(patient()))
+        for _ in range(15):
+            await asyncio.sleep(0.02)
+            client.tokens += 1
+        (stopped,) = client.aborts.values()
+        stopped.set()  # as an engine does that is shut down by somebody
+        with pytest.raises(EngineGoneError, match="aborted request"):
+            await long
+        await engine.close()
+
+    run_async(go())
+
+
 def test_without_a_limit_a_deadline_counts_from_the_request(run_async):
     async def go():
         engine = held_engine()
