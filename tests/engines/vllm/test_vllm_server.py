@@ -21,7 +21,7 @@ from verl_mt.extensions.cluster.vllm.server import VLLMServer
 URL = "http://somewhere:8000"
 WORKER = {
     "interrupted": False, "device": "cpu", "model": "/model", "architectures": ["Qwen3ForCausalLM"], "dtype": "float32",
-    "max_model_len": 512, "logprobs_mode": "processed_logprobs", "chunked_prefill": False,
+    "max_model_len": 512, "max_num_seqs": 8, "logprobs_mode": "processed_logprobs", "chunked_prefill": False,
     "nccl": {"NCCL_CUMEM_ENABLE": None, "NCCL_NVLS_ENABLE": None}, "arguments": {"kv_cache_dtype": "auto"},
 }  # fmt: skip
 PATHS = [path for paths in server_module._CALLS.values() for path in paths]
@@ -79,7 +79,12 @@ def test_a_server_that_fits_is_taken_and_a_pause_of_somebody_is_ended():
     server = Server(paused=True, version="7", workers=2)
     client = over(server)
     asyncio.run(client.start(9.0))
-    assert (client.num_ranks, client.on_gpu, client.pristine) == (2, False, False) and "/resume" in server.paths()
+    assert (client.num_ranks, client.on_gpu, client.pristine, client.takes) == (
+        2,
+        False,
+        False,
+        8,
+    ) and "/resume" in server.paths()
     fresh = over(Server())
     asyncio.run(fresh.start(9.0))
     assert fresh.pristine and not over(Server({"interrupted": True})).local

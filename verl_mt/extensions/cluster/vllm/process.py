@@ -227,6 +227,7 @@ class ServerWorker:
             "architectures": list(model.architectures),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
             "logprobs_mode": str(model.logprobs_mode),
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "nccl": {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},

@@ -128,6 +128,7 @@ class VLLMServer(ServerClient):
         workers = await self._workers(http)
         (worker, *_), options = workers, self._options
         self.num_ranks, self.on_gpu = len(workers), worker["device"] == "cuda"
+        self.takes = worker.get("max_num_seqs")  # None = of an older checkout
         require_same_model(self.url, worker["model"], worker["architectures"], options.model_path)
         self._require_settings(worker)
         if (await fetch(http, type(self), "/is_paused"))["is_paused"]:
