@@ -75,6 +75,14 @@ def test_after_a_minute_without_a_file_the_error_names_the_limit_and_not_the_ser
     run_async(go())
 
 
+def test_files_are_counted_where_none_is_left_to_count_them_with(monkeypatch):
+    def no_file(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(open_files.os, "listdir", no_file)
+    assert open_files.num_open() == open_files.raise_limit()
+
+
 def test_the_pools_of_a_process_that_may_open_many_files_are_there_at_once(run_async):
     async def go():
         begun = time.process_time()

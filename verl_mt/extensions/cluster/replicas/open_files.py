@@ -51,7 +51,12 @@ def raise_limit() -> int:
 
 def num_open() -> int:
     """Files that this process has open."""
-    return len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
+    try:
+        return len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
+    except OSError as error:
+        if not out_of_files(error):
+            raise
+        return raise_limit()  # to look takes a file, too
 
 
 def out_of_files(error: BaseException) -> bool:
