@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -21,9 +22,11 @@ from verl_mt.config.compose import Command as TrainCommand
 from verl_mt.config.compose import config_of_command
 from verl_mt.config.normalize import normalize_tree, raise_problems
 from verl_mt.config.schema import sections
+from verl_mt.extension_points import find as find_entry_point
 from verl_mt.extensions.compat.migrate import migrate
 from verl_mt.extensions.compat.migrate.shell import Command, read_script
 from verl_mt.extensions.hydra_commands.sweeps import normalize_sweep
+from verl_mt.extensions.inspection.doctor.checks import checks_of
 from verl_mt.extensions.scaffold.init import main as init
 from verl_mt.interactions.session import load_interactions
 from verl_mt.tools.registry import load_tools
@@ -121,6 +124,10 @@ def run_command(command: Command) -> None:
         check_pip(words)
     elif words[:2] == ["verl-mt", "init"]:
         assert init(words[2:]) == 0
+    elif words[:2] == ["verl-mt", "doctor"]:
+        check_doctor(words[2:])
+    elif words[0] == "verl-mt" and (module := find_entry_point("verl_mt.commands", words[1])):
+        check_module(module, words[2:])
     elif words[0] == "cd":
         os.chdir(words[1])  # the test goes back
     elif words[:2] == ["python", "-m"] and words[2].startswith("verl_mt."):
@@ -149,6 +156,20 @@ def check_pip(words: list[str]) -> None:
             assert set(found[1].split(",")) <= set(extras), word
         if word.endswith(".txt"):
             assert (REPO / word).is_file(), word
+
+
+def check_doctor(words: list[str]) -> None:
+    """Groups exist, the configuration composes, and flags of the report on a template are its own."""
+    if "--ahead" in words:  # which reads a finished run, and no configuration
+        return
+    own = {word: value for word, value in pairwise([*words, ""]) if word in ("--only", "--demos", "--model")}
+    only = own.get("--only", "").split(",") if "--only" in own else []
+    checks_of(only)
+    rest = [word for word in words if word not in (*own, *own.values())]
+    if only == ["template"] and "--model" in own:
+        check_module("verl_mt.check_template", rest)
+    else:
+        check_module("verl_mt.trainer", [word for word in rest if word.startswith("-") or "=" in word])
 
 
 def check_module(module: str, words: list[str]) -> None:

@@ -15,7 +15,7 @@ from code_blocks import PAGES, REPO, Block, blocks_of, run_bash, run_json, run_y
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for found in BLOCKS.values() for block in found]
-NOT_RUN = 15
+NOT_RUN = 18
 """Blocks with a reason not to be run here."""
 
 
@@ -77,6 +77,11 @@ def test_blocks_that_are_not_run_have_a_reason_and_are_few():
         ("python", "assert 1 + 1 == 3", "AssertionError"),
         ("bash", "python -m verl_mt.trainer trainer.sed=1", "did you mean trainer.seed"),
         ("bash", "python -m verl_mt.sft --date x", "no such flag"),
+        ("bash", "verl-mt doctor --only dta", "did you mean 'data'"),
+        ("bash", "verl-mt doctor trainer.sed=1", "did you mean trainer.seed"),
+        ("bash", "verl-mt doctor --only template --model PATH --jsn", "no such flag"),
+        ("bash", "verl-mt env check a.py:A --rw 1", "no such flag"),
+        ("bash", "verl-mt docter", "nobody checks"),
         ("bash", "pip install 'verl_mt[nothing]'", "nothing"),
         ("bash", "python examples/99_absent.py", "No such file"),
         ("bash", "python3 -m verl.trainer.main_ppo trainer.sed=1", "did you mean trainer.seed"),

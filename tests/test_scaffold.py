@@ -62,6 +62,13 @@ def test_a_name_that_no_run_can_have_is_refused(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["no", "on", "null", "True"])
+def test_a_name_that_the_configuration_would_read_as_something_else_is_refused(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"project name '{name}': YAML reads (True|False|None)"):
+        make_project(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_kind_is_refused_with_those_that_there_are(tmp_path):
     with pytest.raises(ConfigError, match=r"kind 'tol': there is no such template\. Choose one of tool, environment"):
         make_project(tmp_path / "shop", "tol")

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         commands = {**_core(), **known("verl_mt.commands")}
         names = {path.rpartition(".")[2]: name for name, path in commands.items()} | {name: name for name in commands}
         close = difflib.get_close_matches(words[0], names, n=1)
-        hint = f"; did you mean {names[close[0]]}?" if close else ""
+        hint = f"; did you mean {names[close[0]]}?" if close else "."
         print(f"error: verl-mt has no command {words[0]!r}{hint} There is: {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"verl-mt {words[0]}", *words[1:]]

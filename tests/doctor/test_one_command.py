@@ -56,6 +56,22 @@ def test_what_does_not_fit_to_a_file_is_refused(tmp_path):
     assert status == 2 and "did you mean 'reward'" in said and "configuration, template, data" in said
 
 
+def test_no_word_is_ignored(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(ROW) + "\n")
+    status, said = doctor(str(file), "reward.path=my.py")
+    assert status == 2 and "leave reward.path=my.py out" in said
+    status, said = doctor("--only", "data,tools", "--demos", str(file))
+    assert status == 2 and "--demos is of the group reward, and --only data,tools leaves it out: add reward" in said
+    status, said = doctor("conf/mine.yaml")
+    assert status == 2 and "write --config-path conf --config-name mine" in said
+    status, said = doctor("--onyl", "data")
+    assert status == 2 and "Or is --onyl misspelt?" in said
+    for words in (["--only", "template", "--model", "M"], ["--only", "data"], ["--demos", str(file)]):
+        assert main(["runs/none", "--ahead", *words]) == 2
+        assert f"leave {' '.join(words[::2])} out" in capsys.readouterr().err
+
+
 def test_a_template_alone(capsys):
     assert main(["--only", "template", "--model", "verl_mt://tiny", "--json"]) == 0
     first = capsys.readouterr()

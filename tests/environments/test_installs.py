@@ -16,9 +16,9 @@ PAGE = REPO / "docs" / "environments.md"
 
 
 def commands() -> list[tuple[str, ...]]:
-    """What the table of adapters installs."""
+    """What the table of adapters installs, with what it depends on."""
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    found = [re.findall(r"`pip install ([^`]+)`", row) for row in rows]
+    found = [re.findall(r"`pip install (?!--no-deps|\"verl_mt\[)([^`]+)`", row) for row in rows]
     return [tuple(shlex.split(words)) for words in dict.fromkeys(words for row in found for words in row)]
 
 

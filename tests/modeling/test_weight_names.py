@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_families import MULTIMODAL, TEXT, write
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2Model
 
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.model_shape import model_shape
@@ -94,6 +95,17 @@ def test_a_sharded_checkpoint_says_what_all_of_its_files_hold(tmp_path):
         index |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     assert held_by(folder) == before == model_shape(str(folder)).weights
+
+
+def test_files_without_the_prefix_of_the_models_body_fit(tmp_path):
+    """GPT-2's makers wrote them so, with masks as well; SGLang and vLLM take names with and without."""
+    GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    rewrite(tmp_path, lambda held: held | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)})
+    shape = model_shape(str(tmp_path))
+    assert "h.0.ln_1.weight" in held_by(tmp_path) and "transformer.h.0.ln_1.weight" in shape.weights
+    assert shape.unsent == {"transformer.h.0.attn.bias"}
 
 
 def test_an_update_that_would_not_fit_the_files_is_refused_before_anything_starts(tmp_path):

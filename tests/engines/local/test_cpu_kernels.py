@@ -245,22 +245,58 @@ def test_deterministic_runs_repeat_their_bits(compiled, run_async):
     assert [(t.token_ids, t.log_probs) for _, t, _ in one] == [(t.token_ids, t.log_probs) for _, t, _ in two]
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["in place", "elsewhere"])
-def test_new_weights_are_sampled_from(compiled, run_async, moved):
+def put(model: Any, name: str, new: torch.Tensor, how: str) -> None:
+    part, _, name = name.rpartition(".")
+    owner = model.get_submodule(part)
+    if how == "another parameter":
+        setattr(owner, name, torch.nn.Parameter(new.detach().clone()))
+    elif how == "elsewhere":
+        getattr(owner, name).data = new.detach().clone()
+    else:
+        getattr(owner, name).data.copy_(new)
+
+
+@pytest.mark.parametrize("how", ["in place", "elsewhere", "another parameter"])
+def test_new_weights_are_sampled_from(compiled, run_async, how):
     model, other = make_model(), make_model(seed=1)
 
     async def go():
         async with engine_of(model, forward=compiled) as engine:
             await engine.generate(request(PROMPT))
-            for old, new in zip(model.parameters(), other.parameters()):
-                if moved:
-                    old.data = new.detach().clone()
-                else:
-                    old.data.copy_(new)
+            for name, new in other.named_parameters():
+                put(model, name, new, how)
             await engine.apply(InPlace(1))
             return await engine.generate(request(PROMPT))
 
     assert_exact(other, PROMPT, run_async(go()), 0.0)
+
+
+def test_user_code_may_change_the_default_dtype_meanwhile(compiled, run_async):
+    model = make_model()
+
+    async def go():
+        async with engine_of(model, forward=compiled) as engine:
+            torch.set_default_dtype(torch.bfloat16)  # as transformers does while it loads a model
+            try:
+                return await engine.generate(request(PROMPT))
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    assert_exact(model, PROMPT, run_async(go()), 0.0)
+
+
+def test_a_cache_of_another_dtype_is_refused(compiled, run_async):
+    model = make_model()
+
+    async def go():
+        async with engine_of(model, forward=compiled) as engine:
+            await engine.generate(request(PROMPT))
+            model.bfloat16()
+            await engine.apply(InPlace(1))
+            await engine.generate(request(PROMPT))
+
+    with pytest.raises(EngineGoneError, match=r"cache holds torch.float32 and the model computes in torch.bfloat16"):
+        run_async(go())
 
 
 def with_hook(model: Any) -> Any:
@@ -308,6 +344,13 @@ def test_the_key_decides(qwen3, run_async, kernels, deterministic, expected):
     engine = engine_with(qwen3, deterministic, kernels=kernels)
     assert type(engine._batcher.forward) is expected
     run_async(engine.close())
+
+
+def test_a_model_that_sees_is_refused_with_compiled_kernels():
+    model = with_hook(make_model())
+    model.config.vision_config = object()
+    with pytest.raises(ConfigError, match=r"rollout.kernels=compiled: model.layers.1.mlp has a hook"):
+        engine_with(model, kernels="compiled")
 
 
 def test_without_a_compiler_torch_computes_and_one_line_says_so(qwen3, run_async, monkeypatch, caplog, tmp_path):

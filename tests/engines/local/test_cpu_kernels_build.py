@@ -97,6 +97,20 @@ def test_a_compiler_that_is_not_there_is_named(monkeypatch):
         build()
 
 
+def test_a_compiler_that_cannot_run_is_named(monkeypatch, tmp_path):
+    (tmp_path / "compiler").write_text("neither a program nor a script")
+    (tmp_path / "compiler").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "compiler"))
+    with pytest.raises(KernelsError, match=r"compiler --version failed: .*Exec format error.*Set CXX to another"):
+        build()
+
+
+def test_a_cxx_that_is_no_command_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'x")
+    with pytest.raises(KernelsError, match=r"CXX=g\+\+ 'x is no command"):
+        build()
+
+
 def test_a_folder_that_others_may_write_to_is_refused(counted, tmp_path):
     build()
     (library,) = (tmp_path / "cache").rglob("kernels.so")

@@ -36,9 +36,6 @@ WORKER = "verl_mt.extensions.cluster.vllm.process.ServerWorker"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> str:
-    if os.environ.get("HA_URL"):
-        yield os.environ["HA_URL"]
-        return
     reserved = reserve_port()
     port = reserved.getsockname()[1]
     root = str(Path(__file__).resolve().parents[3])

@@ -162,6 +162,44 @@ def test_answers_to_others_are_progress_too_and_the_limit_of_the_conversation_st
     run_async(go())
 
 
+def test_an_engine_that_is_slow_to_tell_of_its_progress_keeps_nobody_from_an_answer(run_async):
+    class Slow(Held):
+        async def progress(self):
+            self.looks += 1
+            await asyncio.sleep(60.0)
+
+    async def go():
+        options = SGLangOptions("verl_mt://tiny", 100, end_token_ids=frozenset({3}), timeout_s=600.0)
+        engine = FakeEngine(lambda body: None, options=options, make=Slow)
+        await engine.start()
+        (client,) = engine.lives
+        one = asyncio.ensure_future(engine.generate(patient()))
+        await until(lambda: client.looks)
+        client.go.release()
+        assert (await asyncio.wait_for(one, 5.0)).finish_reason == "stop"
+        await engine.close()
+
+    run_async(go())
+
+
+def test_an_abort_of_the_engines_own_is_no_deadline_however_long_the_turn_was(run_async):
+    async def go():
+        engine = held_engine()
+        await engine.start()
+        (client,) = engine.lives
+        long = asyncio.ensure_future(engine.generate(patient()))
+        for _ in range(15):
+            await asyncio.sleep(0.02)
+            client.tokens += 1
+        (stopped,) = client.aborts.values()
+        stopped.set()  # as an engine does that is shut down by somebody
+        with pytest.raises(EngineGoneError, match="aborted request"):
+            await long
+        await engine.close()
+
+    run_async(go())
+
+
 def test_without_a_limit_a_deadline_counts_from_the_request(run_async):
     async def go():
         engine = held_engine()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from verl_mt.config_paths import resolve_model_path
+from verl_mt.errors import EngineGoneError
 from verl_mt.extensions.cluster.replicas import open_files
+from verl_mt.extensions.cluster.sglang.clients import HttpClient
+from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 
 HERE = Path(__file__).parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])}
@@ -66,6 +71,64 @@ def test_after_a_minute_without_a_file_the_error_names_the_limit_and_not_the_ser
         with pytest.raises(open_files.EngineError, match=r"may have \d+ \(`ulimit -n`\).*The server is not the cause"):
             await connections.post("http://127.0.0.1:1/generate", {}, {})
         await connections.close()
+
+    run_async(go())
+
+
+def test_files_are_counted_where_none_is_left_to_count_them_with(monkeypatch):
+    def no_file(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(open_files.os, "listdir", no_file)
+    assert open_files.num_open() == open_files.raise_limit()
+
+
+def test_the_pools_of_a_process_that_may_open_many_files_are_there_at_once(run_async):
+    async def go():
+        begun = time.process_time()
+        connections = open_files.Connections(16_384)
+        assert time.process_time() - begun < 2.0, "the event loop stands still meanwhile"
+        await connections.close()
+
+    run_async(go())
+
+
+def test_what_is_lost_at_once_is_sent_again_and_what_is_lost_later_is_not(monkeypatch, run_async):
+    async def go():
+        asked = []
+
+        async def serve(reader, writer):
+            asked.append(await reader.readuntil(b"\r\n\r\n"))
+            if len(asked) % 2 == 0:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health"
+            connections = open_files.Connections(1)
+            answer = await connections.get(url, {}, 9.0)
+            assert answer.text == "ok" and len(asked) == 2
+            # The server may have begun with it: sent again, a request would be sampled twice.
+            monkeypatch.setattr(open_files, "_AT_ONCE_S", 0.0)
+            with pytest.raises(open_files.httpx.RemoteProtocolError):
+                await connections.get(url, {}, 9.0)
+            assert len(asked) == 3
+            await connections.close()
+
+    run_async(go())
+
+
+def test_who_has_left_the_connections_does_not_come_back(run_async):
+    async def go():
+        server = HttpClient("http://127.0.0.1:1", SGLangOptions("verl_mt://tiny", 100))
+        server._connections()
+        loop = asyncio.get_running_loop()
+        assert loop in open_files._SHARED
+        await server.stop()
+        with pytest.raises(EngineGoneError, match="closed"):
+            await server.progress()
+        assert not await server.answers() and loop not in open_files._SHARED
 
     run_async(go())
 

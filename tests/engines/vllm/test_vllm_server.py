@@ -10,6 +10,7 @@ import pytest
 
 from verl_mt.engines.base import Receiver
 from verl_mt.errors import ConfigError, EngineError
+from verl_mt.extensions.cluster.replicas import open_files
 from verl_mt.extensions.cluster.vllm import server as server_module
 from verl_mt.extensions.cluster.vllm.branch import VLLMBranch
 from verl_mt.extensions.cluster.vllm.engine import VLLMEngine
@@ -20,7 +21,7 @@ from verl_mt.extensions.cluster.vllm.server import VLLMServer
 URL = "http://somewhere:8000"
 WORKER = {
     "interrupted": False, "device": "cpu", "model": "/model", "architectures": ["Qwen3ForCausalLM"], "dtype": "float32",
-    "max_model_len": 512, "logprobs_mode": "processed_logprobs", "chunked_prefill": False,
+    "max_model_len": 512, "max_num_seqs": 8, "logprobs_mode": "processed_logprobs", "chunked_prefill": False,
     "nccl": {"NCCL_CUMEM_ENABLE": None, "NCCL_NVLS_ENABLE": None}, "arguments": {"kv_cache_dtype": "auto"},
 }  # fmt: skip
 PATHS = [path for paths in server_module._CALLS.values() for path in paths]
@@ -78,7 +79,12 @@ def test_a_server_that_fits_is_taken_and_a_pause_of_somebody_is_ended():
     server = Server(paused=True, version="7", workers=2)
     client = over(server)
     asyncio.run(client.start(9.0))
-    assert (client.num_ranks, client.on_gpu, client.pristine) == (2, False, False) and "/resume" in server.paths()
+    assert (client.num_ranks, client.on_gpu, client.pristine, client.takes) == (
+        2,
+        False,
+        False,
+        8,
+    ) and "/resume" in server.paths()
     fresh = over(Server())
     asyncio.run(fresh.start(9.0))
     assert fresh.pristine and not over(Server({"interrupted": True})).local
@@ -102,6 +108,11 @@ def test_a_server_that_fits_is_taken_and_a_pause_of_somebody_is_ended():
         ({}, {"dtype": "bfloat16"}, "runs with --dtype float32. Start it with --dtype bfloat16"),
         ({}, {"max_model_len": 900}, "takes sequences of 512 tokens, too few for 900 .*--max-model-len 900"),
         ({"changes": {"arguments": {"quantization": "fp8"}}}, {}, "started with quantization=fp8: .*rounded"),
+        (
+            {"changes": {"arguments": {"load_format": "dummy"}}},
+            {},
+            "load_format=dummy: .*sample the first step",
+        ),
         ({"changes": {"arguments": {"data_parallel_size": 2}}}, {}, "data_parallel_size=2: one engine is one replica"),
         ({"changes": {"chunked_prefill": True}}, {}, "Start it with --no-enable-chunked-prefill"),
         ({"changes": {"device": "cuda"}}, {}, "other NCCL settings .*NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0"),
@@ -137,6 +148,26 @@ def test_a_request_goes_in_as_ids_and_its_answer_has_ids_log_probs_and_versions(
     (_, _, sent), sampling = server.asked[0], server.asked[0][2]["sampling_params"]
     assert (sent["request_id"], sent["token_ids"]) == ("r", [5, 6])
     assert sampling["ignore_eos"] and sampling["detokenize"] and sampling["max_tokens"] == 2 and "seed" not in sampling
+
+
+def test_the_counters_of_tokens_tell_whether_a_server_gets_on(monkeypatch):
+    text = """# HELP vllm:generation_tokens_total Number of generation tokens processed.
+vllm:prompt_tokens_total{engine="0",model_name="m"} 7.0
+vllm:prompt_tokens_cached_total{engine="0",model_name="m"} 1.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 12.0
+vllm:generation_tokens_created{engine="0",model_name="m"} 1.7e9
+"""
+
+    async def get(self, url, headers, timeout_s):
+        assert url == f"{URL}/metrics"
+        return httpx.Response(status, text=text)
+
+    monkeypatch.setattr(open_files.Connections, "get", get)
+    client, status = VLLMServer(URL, VLLMOptions("/model", 512)), 200
+    seen = asyncio.run(client.progress())
+    assert [line.rpartition(" ")[2] for line in seen] == ["7.0", "12.0"]
+    status = 404
+    assert asyncio.run(client.progress()) is None
 
 
 def test_calls_are_vllms_own_in_order():

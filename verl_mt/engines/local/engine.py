@@ -65,6 +65,7 @@ class LocalEngine(InferenceEngine):
                 f"actor_rollout_ref.rollout.name={rollout.name} samples from the actor's own module, but got "
                 f"{type(module).__name__}: it works only where actor and rollout are in one process"
             )
+        forward = (optional_function("local_forward") or (lambda _: PackedForward))(setup)
         if getattr(getattr(module, "config", None), "vision_config", None) is not None:
             if cls is not LocalEngine:
                 raise ConfigError(
@@ -74,7 +75,6 @@ class LocalEngine(InferenceEngine):
                 )
             engine: InferenceEngine = extension_function("media_engine").from_setup(setup)
             return engine
-        forward = (optional_function("local_forward") or (lambda _: PackedForward))(setup)
         return cls(
             module,
             end_token_ids=setup.end_token_ids,

@@ -36,7 +36,8 @@ class LoopLag:
             if self._busy():
                 late = max(0.0, loop.time() - due)
                 # A loop that is held for a second keeps twenty wake-ups waiting, not one.
-                self._lags_s += [late - k * _EVERY_S for k in range(int(late / _EVERY_S) + 1)]
+                # In place: `+=` would bring a list back that `take` has just handed out in another thread.
+                self._lags_s.extend(late - k * _EVERY_S for k in range(int(late / _EVERY_S) + 1))
 
     def take(self) -> list[float]:
         """Seconds by which each wake-up since the last call was late. Runs in any thread and waits for nothing."""

@@ -72,12 +72,18 @@ def build() -> Built:
                 _compile(compiler, library, built_for)
         return Built(ctypes.CDLL(str(library)), name)
     except OSError as error:
-        raise KernelsError(f"the folder of compiled kernels {folder} cannot be used: {error}") from error
+        raise KernelsError(
+            f"the folder of compiled kernels {folder} cannot be used: {error}. Set XDG_CACHE_HOME to another one"
+        ) from error
 
 
 def _compiler() -> list[str]:
     """`$CXX`, or the first of the usual names that is there."""
-    if words := shlex.split(os.environ.get("CXX", "")):
+    try:
+        words = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise KernelsError(f"CXX={os.environ['CXX']} is no command ({error}): correct it or unset CXX") from error
+    if words:
         if shutil.which(words[0]) is None:
             raise KernelsError(f"the compiler {words[0]} (CXX) is not there: install it or unset CXX")
         return words
@@ -89,7 +95,10 @@ def _compiler() -> list[str]:
 
 def _built_for(compiler: list[str]) -> dict[str, str]:
     """All that decides the bits of the library."""
-    asked = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60)
+    try:
+        asked = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsError(f"{compiler[0]} --version failed: {error}. Set CXX to another compiler") from error
     return {
         "source": hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
         "compiler": " ".join([*compiler, *FLAGS]),

@@ -37,9 +37,12 @@ def why_not(module: Any) -> str | None:
     assert config is not None
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
-    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotation = rope.get("rope_type", "default")
     if rotation not in _FIXED_ROTATIONS:
         return f"its rotary embedding is {rotation}, which depends on the length"
+    if (turned := rope.get("partial_rotary_factor") or 1) != 1:
+        return f"its rotary embedding turns {turned:g} of each head, not all of it"
     attention = module.model.layers[0].self_attn
     dim, group = attention.head_dim, config.num_attention_heads // config.num_key_value_heads
     if dim not in HEAD_DIMS or group > MOST_QUERIES:
@@ -122,19 +125,25 @@ class CompiledForward(PackedForward):
         if (reason := why_not(module)) is not None:
             raise KernelsError(reason)
         self._built, self._max_model_len = built, max_model_len
-        self._parameters = list(module.parameters())
+        # Where each parameter hangs, not the parameter: another one may take its place.
+        self._places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
         self._pointers: list[int] = []
         self._use(module)
+
+    def _where(self) -> list[int]:
+        """Addresses of all parameters. A bias may be None."""
+        found = [parameters[name] for parameters, name in self._places]
+        return [0 if p is None else p.data_ptr() for p in found]
 
     def _use(self, module: Any) -> None:
         """Look the weights up, where they are now."""
         config = module.config
-        self._pointers = [p.data_ptr() for p in self._parameters]
-        self._library = Library(self._built, self._parameters[0].dtype)
+        self._pointers = self._where()
         attention = module.model.layers[0].self_attn
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim, self._scale, self._eps = attention.head_dim, float(attention.scaling), float(config.rms_norm_eps)
         self._embedding, self._final_norm = module.model.embed_tokens.weight, module.model.norm.weight
+        self._library = Library(self._built, self._embedding.dtype)
         self._head = module.lm_head.weight.t()
         self._layers = [_Layer(layer) for layer in module.model.layers]
         with torch.inference_mode():
@@ -148,7 +157,7 @@ class CompiledForward(PackedForward):
         Raises:
             KernelsError: the module was changed since the engine was made, and the kernels cannot compute it any more.
         """
-        if [p.data_ptr() for p in self._parameters] != self._pointers:
+        if self._where() != self._pointers:
             if (reason := why_not(self.module)) is not None:
                 raise KernelsError(f"the model was changed while it was sampled from: {reason}")
             self._use(self.module)
@@ -156,7 +165,8 @@ class CompiledForward(PackedForward):
         places = library.plan(ids, work.rows, work.positions, work.num_single, group, self._dim)
         wanted = torch.from_numpy(work.wanted)
         x = torch.nn.functional.embedding(torch.from_numpy(work.tokens), self._embedding)
-        q = torch.empty(x.shape[0], self._heads, self._dim)
+        # The default dtype is the process's: user code may change it meanwhile, and the kernels write float32.
+        q = torch.empty(x.shape[0], self._heads, self._dim, dtype=torch.float32)
         for number, layer in enumerate(self._layers):
             attended = self._attend(number, layer, x, q, cache, places)
             if number == len(self._layers) - 1 and len(work.wanted) < len(work.tokens):
@@ -186,6 +196,8 @@ class CompiledForward(PackedForward):
             nowhere, nothing = torch.empty(0, dtype=torch.int64), qkv.new_empty(0, self._kv_heads, self._dim)
             cache.write(number, nowhere, nowhere, (nothing, nothing))
             kv = cache.of_layer(number)
+        if kv[0].dtype != x.dtype:
+            raise KernelsError(f"the cache holds {kv[0].dtype} and the model computes in {x.dtype}: it was changed")
         self._library.rotate_and_write(qkv, layer.head_norms, self._angles, q, kv, places, self._eps)
         out = qkv.new_empty(x.shape[0], self._heads * self._dim)
         self._library.attend(q, kv, out, places, self._scale)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from verl_mt.errors import ConfigError, VerlMTError
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -62,7 +64,7 @@ def make_project(folder: str | Path, kind: str = "tool") -> list[Path]:
 
     Raises:
         ConfigError: an unknown kind, a name with other characters than letters, digits, `_` and `-`, or a folder that
-            has files already.
+            has files already, or a name that YAML reads as something else.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind {kind!r}: there is no such template. Choose one of {', '.join(KINDS)}.")
@@ -72,6 +74,8 @@ def make_project(folder: str | Path, kind: str = "tool") -> list[Path]:
         raise ConfigError(
             f"project name {name!r}: use letters, digits, _ and -, and begin with a letter, such as my_project"
         )
+    if yaml.safe_load(name) != name:
+        raise ConfigError(f"project name {name!r}: YAML reads {yaml.safe_load(name)}. Choose another name")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty folder. Choose another name, or remove it.")
     files = {file.name: file for part in (_SHARED, kind) for file in (TEMPLATES / part).iterdir() if file.is_file()}

@@ -445,7 +445,11 @@ class ReplicatedEngine(InferenceEngine):
                     live.turn.cached_tokens = await self._prefilled(live, client)
                     if not await self._may_go(live):
                         return live.turn.output("abort")
-                reason = live.turn.add(await self._ask(live, replica, client), self._version)
+                answer, is_wanted = await self._ask(live, replica, client)
+                reason = live.turn.add(answer, self._version)
+                if reason == "abort" and not is_wanted:
+                    # Ends or restarts. After a long turn the session would take it for the deadline.
+                    raise EngineGoneError(f"the {client.name} aborted request {live.turn.request.request_id!r}")
             replica.has_served = True
             replica.progress.made()
             if reason is not None:
@@ -505,13 +509,14 @@ class ReplicatedEngine(InferenceEngine):
             stopped.cancel()
             prompt.cancel()
 
-    async def _ask(self, live: LiveTurn, replica: Replica, client: Client) -> dict[str, Any]:
-        """The engine's answer; after an abort or a deadline the part that was sampled."""
+    async def _ask(self, live: LiveTurn, replica: Replica, client: Client) -> tuple[dict[str, Any], bool]:
+        """The engine's answer; after an abort or a deadline, which the second tells, the part that was sampled."""
         rid = uuid.uuid4().hex
         asked = asyncio.ensure_future(client.generate(live.turn.body(rid)))
         stopped = asyncio.ensure_future(live.stop.wait())
         try:
             await replica.progress.wait(asked, stopped, client, live.deadline, live.patience_s)
+            is_wanted = not asked.done() or live.stop.is_set()
             for _ in range(_NUM_ABORTS):
                 if asked.done():
                     break
@@ -519,7 +524,7 @@ class ReplicatedEngine(InferenceEngine):
                 await asyncio.wait({asked}, timeout=_ABORT_AGAIN_S)
             else:
                 client.give_up(f"a request did not end within {_NUM_ABORTS * _ABORT_AGAIN_S:.0f} s of its abort")
-            return await asked
+            return await asked, is_wanted
         finally:
             stopped.cancel()
             if not asked.done():

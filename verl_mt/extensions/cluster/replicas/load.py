@@ -98,15 +98,17 @@ class Progress:
             await asyncio.wait({asked, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if asked.done() or stopped.done() or loop.time() >= deadline:
                 return
-            await self._look(client)
+            await self._look(client, asked, stopped)
+            if asked.done() or stopped.done():
+                return
             if loop.time() - max(begun, self._at) >= patience_s:
                 return
 
-    async def _look(self, client: Client) -> None:
-        """Once for all who ask at the same time."""
+    async def _look(self, client: Client, *ends: asyncio.Future) -> None:
+        """Once for all who ask at the same time. An engine that is slow to tell keeps nobody from an end (`ends`)."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.ensure_future(self._ask(client))
-        await asyncio.wait({self._looking}, timeout=CONNECT_S)
+        await asyncio.wait({self._looking, *ends}, timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ask(self, client: Client) -> None:
         with contextlib.suppress(EngineError, TimeoutError):  # no word of it is no progress

@@ -9,6 +9,8 @@ from verl_mt.modeling.load import meta_causal_lm, tensors_in_checkpoint
 from verl_mt.modeling.weights import named_weights
 
 _NAMED = 3
+_BODY = "transformer"
+"""GPT-2 and BLOOM are published without this prefix, and SGLang and vLLM take their names with and without."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def model_shape(path: str, *, revision: str | None = None, trust_remote_code: bo
     model.tie_weights()
     weights = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
     held = {name: tuple(tensor.shape) for name, tensor in tensors_in_checkpoint(path, revision).items()}
+    if model.base_model_prefix == _BODY and not any(name.startswith(f"{_BODY}.") for name in held):
+        held = {name if name in weights else f"{_BODY}.{name}": shape for name, shape in held.items()}
     if held:  # other files than safetensors do not say what they hold
         _compare(path, weights, held)
     vocab_size = model.config.get_text_config().vocab_size

@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import resource
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +32,8 @@ _POOL = 32
 _KEEP_ALIVE_S = 2.0
 """Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 _CONNECT_S = 30.0
+_AT_ONCE_S = 1.0
+"""A connection that is lost this soon after a request was sent had been closed while it was idle."""
 _AGAIN_S = 0.5
 _PATIENCE_S = 60.0
 """Without a file for this long, a request fails."""
@@ -48,7 +51,12 @@ def raise_limit() -> int:
 
 def num_open() -> int:
     """Files that this process has open."""
-    return len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
+    try:
+        return len(os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"))
+    except OSError as error:
+        if not out_of_files(error):
+            raise
+        return raise_limit()  # to look takes a file, too
 
 
 def out_of_files(error: BaseException) -> bool:
@@ -76,9 +84,12 @@ class Connections:
         self._free = asyncio.Semaphore(number)
         limits = httpx.Limits(max_connections=_POOL, keepalive_expiry=_KEEP_ALIVE_S)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
+        # One for all: it reads the certificates of authorities, which takes 30 ms, and there may be 512 pools.
+        ssl = httpx.create_ssl_context(trust_env=False)
         # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
         self._pools = [
-            httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) for _ in range(-(-number // _POOL))
+            httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=ssl)
+            for _ in range(-(-number // _POOL))
         ]
         # The last one that was given back is taken first: its connections are open.
         self._places = [pool for pool in reversed(self._pools) for _ in range(_POOL)]
@@ -108,7 +119,7 @@ class Connections:
         for _ in range(round(_PATIENCE_S / _AGAIN_S)):
             async with self._one() as pool:
                 try:
-                    return await pool.request(method, url, headers=dict(headers), **more)
+                    return await _sent(pool, method, url, headers=dict(headers), **more)
                 except (httpx.TransportError, OSError) as error:
                     if not out_of_files(error):
                         raise
@@ -139,7 +150,19 @@ class Connections:
             )  # fmt: skip
 
 
-class _Shared:
+async def _sent(pool: httpx.AsyncClient, method: str, url: str, **more: Any) -> httpx.Response:
+    """A server closes a connection that nobody used for seconds, perhaps just when this process does. So what is lost
+    at once is sent again. What is lost later may have been begun by the server, which must not do it twice."""
+    begun = time.monotonic()
+    try:
+        return await pool.request(method, url, **more)
+    except (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError):
+        if time.monotonic() - begun > _AT_ONCE_S:
+            raise
+    return await pool.request(method, url, **more)
+
+
+class Shared:
     """The connections of one event loop: for requests, and for all other calls, which must get through meanwhile."""
 
     def __init__(self) -> None:
@@ -151,15 +174,15 @@ class _Shared:
         self.users: set[int] = set()
 
 
-_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, Shared] = WeakKeyDictionary()
 
 
-def shared(user: object) -> _Shared:
+def shared(user: object) -> Shared:
     """The connections of the running loop, until `leave` was called for all of its users."""
     loop = asyncio.get_running_loop()
     found = _SHARED.get(loop)
     if found is None:
-        found = _SHARED[loop] = _Shared()
+        found = _SHARED[loop] = Shared()
     found.users.add(id(user))
     return found
 

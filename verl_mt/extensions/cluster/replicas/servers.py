@@ -104,14 +104,14 @@ class ServerClient(Client):
 
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
         for post in self.posts(name, body):
-            asked = self._post(post, open_files.shared(self).calls)
+            asked = self._post(post, self._connections().calls)
             response = await self._in_time(name, asked, timeout_s)
             _require_done(self.name, self.tested, name, response)
 
     async def answers(self) -> bool:
         """Whether the server serves."""
         try:
-            response = await open_files.shared(self).calls.get(f"{self.url}/health", self._headers, CONNECT_S)
+            response = await self._connections().calls.get(f"{self.url}/health", self._headers, CONNECT_S)
         except (httpx.HTTPError, EngineError):
             return False
         return response.status_code == 200
@@ -119,6 +119,14 @@ class ServerClient(Client):
     async def stop(self) -> None:
         self.give_up("it was closed")
         await open_files.leave(self)
+
+    def _connections(self) -> open_files.Shared:
+        """Raises:
+        EngineGoneError: the server was given up, and so has left them (`stop`), or is about to.
+        """
+        if self._reason is not None:
+            raise self._gone_error()
+        return open_files.shared(self)
 
     def _alone(self) -> httpx.AsyncClient:
         """A connection for the start."""
@@ -131,25 +139,17 @@ class ServerClient(Client):
         Raises:
             EngineError: it refused the request.
         """
-        response = await self._post(Post(path, body), open_files.shared(self).requests)
+        response = await self._post(Post(path, body), self._connections().requests)
         if response.status_code != 200:
             raise EngineError(f"{self.name} refused the request: {refusal(response)}")
         return response.json()
 
     async def _post(self, post: Post, by: open_files.Connections) -> httpx.Response:
-        if self._reason is not None:
-            raise self._gone_error()
-        for left in (1, 0):
-            try:
-                return await self._unless_gone(by.post(self.url + post.path, post.body, self._headers, post.query))
-            except httpx.TransportError as error:
-                # A server closes a connection that nobody used for seconds, perhaps just when this process does. So a
-                # connection that was lost is no death, as long as the server answers.
-                lost = isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
-                if not (left and lost and not isinstance(error, httpx.ConnectError) and await self.answers()):
-                    self.give_up(f"{post.path} failed: {type(error).__name__}: {error}")
-                    raise self._gone_error() from error
-        raise AssertionError("the second try returns or raises")
+        try:
+            return await self._unless_gone(by.post(self.url + post.path, post.body, self._headers, post.query))
+        except httpx.TransportError as error:
+            self.give_up(f"{post.path} failed: {type(error).__name__}: {error}")
+            raise self._gone_error() from error
 
 
 @dataclass(frozen=True)

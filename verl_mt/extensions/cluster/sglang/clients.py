@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 
 from verl_mt.errors import ConfigError
-from verl_mt.extensions.cluster.replicas import open_files
 from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildClient
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
@@ -74,7 +73,7 @@ class HttpClient(ServerClient):
 
     async def progress(self) -> Any:
         try:
-            response = await open_files.shared(self).calls.get(f"{self.url}/v1/loads", self._headers, CONNECT_S)
+            response = await self._connections().calls.get(f"{self.url}/v1/loads", self._headers, CONNECT_S)
         except httpx.HTTPError:
             return None
         loads = response.json().get("loads", []) if response.status_code == 200 else []

@@ -84,7 +84,9 @@ class VLLMEngine(ReplicatedEngine):
             return None
         names = tuple(replica.name for replica in self._replicas)
         path = "verl_mt.extensions.cluster.vllm.branch:VLLMBranch"
-        return Branch(path, (replace(self._options, hosts=()), names))
+        # Servers may have said that they decode more or fewer at once than the configuration does.
+        seats = min(replica.seats.decodes for replica in self._replicas)
+        return Branch(path, (replace(self._options, hosts=(), max_num_seqs=seats), names))
 
     def _makers(self) -> Iterable[Callable[[], Client]]:
         options = self._options

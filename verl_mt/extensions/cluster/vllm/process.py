@@ -227,12 +227,15 @@ class ServerWorker:
             "architectures": list(model.architectures),
             "dtype": str(model.dtype).removeprefix("torch."),
             "max_model_len": model.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
             "logprobs_mode": str(model.logprobs_mode),
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
             "nccl": {name: os.environ.get(name) for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")},
             "arguments": {
                 "quantization": model.quantization,
                 "kv_cache_dtype": config.cache_config.cache_dtype,
+                # All others hold the files' weights.
+                "load_format": "dummy" if config.load_config.load_format == "dummy" else "auto",
                 "speculative_config": str(config.speculative_config or ""),
                 "logits_processors": [str(processor) for processor in model.logits_processors or ()],
                 "skip_tokenizer_init": model.skip_tokenizer_init,

@@ -9,6 +9,7 @@ import httpx
 
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
+from verl_mt.extensions.cluster.replicas.clients import CONNECT_S
 from verl_mt.extensions.cluster.replicas.servers import KEY, Post, ServerClient, fetch, require_same_model
 from verl_mt.extensions.cluster.versions import VLLM
 from verl_mt.extensions.cluster.vllm.options import VLLMOptions, refused_arguments
@@ -31,6 +32,7 @@ _CALLS = {
     "start the server with --enable-scale-out": ("/inference/v1/generate", "/inference/v1/abort_requests"),
 }
 """What to do where a call is missing -> the calls."""
+_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 _ABORTED = "generate-tokens-"
 """vLLM puts it before the ids of requests."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids")
@@ -110,6 +112,15 @@ class VLLMServer(ServerClient):
             }
         }
 
+    async def progress(self) -> Any:
+        """The counters of tokens, which vLLM adds to with each of its steps."""
+        try:
+            response = await self._connections().calls.get(f"{self.url}/metrics", self._headers, CONNECT_S)
+        except httpx.HTTPError:
+            return None
+        lines = response.text.splitlines() if response.status_code == 200 else []
+        return [line for line in lines if line.startswith(_COUNTERS)] or None
+
     async def _attach(self, http: httpx.AsyncClient) -> None:
         info = await fetch(http, type(self), "/version")
         VLLM.check(info.get("version"), f"{KEY}: {self.url} runs")
@@ -117,6 +128,7 @@ class VLLMServer(ServerClient):
         workers = await self._workers(http)
         (worker, *_), options = workers, self._options
         self.num_ranks, self.on_gpu = len(workers), worker["device"] == "cuda"
+        self.takes = worker.get("max_num_seqs")  # None = of an older checkout
         require_same_model(self.url, worker["model"], worker["architectures"], options.model_path)
         self._require_settings(worker)
         if (await fetch(http, type(self), "/is_paused"))["is_paused"]:

@@ -55,16 +55,18 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     parser.add_argument("--trust", action="store_true")
     own, more = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     only = [name for name in own.only.split(",") if name]
-    if only == ["template"] and own.model is not None:
+    if only == ["template"] and own.model is not None and not (own.demos or own.ahead):
         from verl_mt.extensions.inspection import check_template
 
         return check_template.run(["--model", own.model, *more])
     words = _sorted(more)
     try:
         if own.ahead:
-            return _say_ahead(words)
+            return _say_ahead(words, own)
         if words.files:
             return _check_files(words, only, own)
+        if own.demos and only and "reward" not in only:
+            raise ConfigError(f"--demos is of the group reward, and --only {own.only} leaves it out: add reward")
         if own.model is not None:
             words.rest.append(f"actor_rollout_ref.model.path='{own.model}'")
         config = _config(words, trust=own.trust)
@@ -108,18 +110,25 @@ def _run(words: _Words) -> Path:
     folder = Path(words.runs[0])
     if len(words.runs) > 1:
         raise ConfigError(f"name one run, not {len(words.runs)}: {' '.join(words.runs)}")
+    if folder.suffix in (".yaml", ".yml"):
+        where = f"--config-path {folder.parent} --config-name {folder.stem}"
+        raise ConfigError(f"{folder} is a YAML file. To check the configuration in it, write {where}")
     if not (folder / "config.yaml").is_file():
+        flags = [word for word in words.rest if word.startswith("-")]
+        hint = f"Or is {flags[0]} misspelt? --help lists the flags" if flags else "Name a run such as runs/tiny"
         raise ConfigError(
             f"{folder} is no run directory (it has no config.yaml), no data file ({', '.join(SUFFIXES)}) and no "
-            "key=value. Name a run such as runs/tiny"
+            f"key=value. {hint}"
         )
     return folder
 
 
 def _check_files(words: _Words, only: Sequence[str], own: argparse.Namespace) -> int:
+    from verl_mt.environments.kinds import KEY
     from verl_mt.extensions.inspection import data_check
 
     other = [*words.runs, *(["--demos"] if own.demos else []), *(f"--only {name}" for name in only if name != "data")]
+    other += [word for word in words.rest if not word.startswith(("data.", f"{KEY}.", "-"))]
     if other:
         raise ConfigError(
             f"{words.files[0]} is a data file, which is read without a run: leave {' '.join(other)} out, or name the "
@@ -129,13 +138,14 @@ def _check_files(words: _Words, only: Sequence[str], own: argparse.Namespace) ->
     return data_check.run([*words.files, *words.rest, *model])
 
 
-def _say_ahead(words: _Words) -> int:
+def _say_ahead(words: _Words, own: argparse.Namespace) -> int:
     from verl_mt.extensions.inspection.doctor.ahead import table
 
     try:
         if not words.runs:
             raise ConfigError("--ahead reads a finished run: verl-mt doctor RUN --ahead")
-        if more := [*words.runs[1:], *words.files, *words.rest]:
+        given = [f"--{name}" for name in ("only", "demos", "model", "trust") if getattr(own, name)]
+        if more := [*words.runs[1:], *words.files, *words.rest, *given]:
             raise ConfigError(f"--ahead reads {words.runs[0]} and nothing else: leave {' '.join(more)} out")
         print(table(words.runs[0]))
     except VerlMTError as error:
