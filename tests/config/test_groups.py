@@ -103,7 +103,8 @@ def test_experiments_are_what_the_recipes_files_were():
     """`recipe_configurations.yaml` was written from those files before they became experiments."""
     recorded = yaml.safe_load((Path(__file__).parent / "recipe_configurations.yaml").read_text())
     in_recipes = {file.stem: file for file in (REPO / "recipes").rglob("config/*.yaml")}
-    assert {*names("experiment"), *in_recipes, "tiny"} == set(recorded)
+    later = {"bfcl", "public_tasks", "tau2_retail"}
+    assert {*names("experiment"), *in_recipes, "tiny"} - later == set(recorded)
     for name, values in recorded.items():
         if name == "tiny":
             config = compose()

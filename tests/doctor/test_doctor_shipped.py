@@ -23,9 +23,15 @@ pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPO / "config" / "experiment"
+ENVIRONMENTS = {"bfcl", "public_tasks", "tau2_retail"}
+"""Their rows and tools come from packages, and a small model's tokenizer makes their prompts longer than they are."""
 CONFIGS = sorted(
-    [*(REPO / "config").glob("*.yaml"), *EXPERIMENTS.glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")]
-)
+    file
+    for file in (
+        *(REPO / "config").glob("*.yaml"), *EXPERIMENTS.glob("*.yaml"), *REPO.glob("recipes/*/config/*.yaml")
+    )
+    if file.stem not in ENVIRONMENTS
+)  # fmt: skip
 NUM_ROWS = 4096
 RATE = "actor_rollout_ref.actor.optim.lr"
 
