@@ -50,6 +50,7 @@ def _picture(page: Path, browser: str, args: argparse.Namespace) -> int:
         view.wait_for_selector("html[data-opened]")
         opened_ms = view.evaluate("Number(document.documentElement.dataset.opened)")
         view.get_by_role("link", name="Open the worst rollout").first.click()
+        view.get_by_role("button", name="Tokens", exact=True).click()
         view.locator(".stream .t.trained").nth(12).click()
         view.evaluate("document.activeElement.blur()")
         view.screenshot(path=args.out)

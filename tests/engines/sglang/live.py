@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,11 +14,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_mt import engines
 from verl_mt.chat.template import ChatTemplate
 from verl_mt.config.compose import compose
 from verl_mt.config.schema import Config
+from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import SamplingParams
 from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.data.trajectory import TrajectoryGroup
@@ -129,6 +132,14 @@ class Lab:
         runner = replace(self.local, context=replace(self.local.context, engine=engine))
         groups = [group async for group in runner.run(RolloutPlan(prompts, n, name, sampling))]
         return sorted(groups, key=lambda group: group.prompt_id)
+
+
+def narrow_model(folder: Path) -> None:
+    """Write a model that differs from the tiny one in its hidden size."""
+    tiny = resolve_model_path("verl_mt://tiny")
+    shutil.copytree(tiny, folder)
+    config = AutoConfig.from_pretrained(tiny, hidden_size=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -11,12 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_models import request
-from live import ROUNDING, Lab, processes_of_group, without_end, worst_difference
+from live import ROUNDING, Lab, narrow_model, processes_of_group, without_end, worst_difference
 from parity import compare
 from test_live_contract import changed
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import TensorBuckets
 from verl_mt.errors import ConfigError, EngineError, EngineGoneError
@@ -169,10 +166,7 @@ def test_a_server_that_wants_another_key_is_refused_and_the_key_is_not_shown(att
 
 def test_another_model_or_too_short_a_context_is_refused_before_any_request(attached, lab, run, tmp_path):
     other = tmp_path / "other"
-    tiny = resolve_model_path("verl_mt://tiny")
-    shutil.copytree(tiny, other)
-    narrow = AutoConfig.from_pretrained(tiny, hidden_size=64)
-    AutoModelForCausalLM.from_config(narrow).save_pretrained(other)
+    narrow_model(other)
     for changes, message in (
         ({"model_path": str(other)}, "was started with another model: .*hidden_size"),
         ({"max_model_len": 4000}, "too few for sequences of 4000"),

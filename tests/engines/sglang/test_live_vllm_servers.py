@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from engine_models import request
-from live import LONG, ROUNDING, START_S, Lab, vllm_python, without_end, worst_difference
+from live import LONG, ROUNDING, START_S, Lab, narrow_model, vllm_python, without_end, worst_difference
 from test_live_contract import changed
 
 from verl_mt.config_paths import resolve_model_path
@@ -178,9 +176,7 @@ def test_abort_and_pause_at_a_server(attached_by, lab: Lab, run):
 def test_a_server_with_other_settings_is_refused_before_any_request(attached_by, run, tmp_path):
     good = attached_by()._options
     other = tmp_path / "other"
-    shutil.copytree(resolve_model_path("verl_mt://tiny"), other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    narrow_model(other)
     for changes, message in (
         ({"dtype": "bfloat16"}, r"runs with --dtype float32\. Start it with --dtype bfloat16"),
         ({"max_model_len": 4000}, "takes sequences of 1400 tokens.*start it with --max-model-len 4000"),

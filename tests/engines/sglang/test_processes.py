@@ -246,7 +246,7 @@ def test_an_engine_begins_when_the_one_that_had_its_devices_is_gone(start, run_a
 
     async def go():
         client = ColocatedClient({"tp_size": 1})
-        assert (await client.launch(ProcessGroup.of(process))).pid == client.pid
+        assert (await client.launch(earlier=ProcessGroup.of(process))).pid == client.pid
         client.give_up("not wanted")
         await client.stop()
 
