@@ -124,8 +124,8 @@ def run_command(command: Command) -> None:
         check_pip(words)
     elif words[:2] == ["verl-mt", "init"]:
         assert init(words[2:]) == 0
-    elif words[:2] == ["verl-mt", "doctor"]:
-        check_doctor(words[2:])
+    elif words[:2] == ["verl-mt", "doctor"] or words[1:3] == ["-m", "verl_mt.doctor"]:
+        check_doctor(words[2 if words[0] == "verl-mt" else 3 :])
     elif words[0] == "verl-mt" and (module := find_entry_point("verl_mt.commands", words[1])):
         check_module(module, words[2:])
     elif words[0] == "cd":

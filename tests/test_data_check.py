@@ -105,9 +105,9 @@ def test_control_tokens_in_a_question_are_said(tmp_path, model, text, named):
 def test_rows_of_an_environment_need_no_prompt_and_have_the_columns_that_it_wants(tmp_path, capsys):
     rows, environment = tmp_path / "seeds.jsonl", Path(__file__).parent / "environments" / "maze.py"
     rows.write_text('{"seed": 1}\n{"sed": 2}\n')
-    assert main([str(rows)]) == 1
+    assert main([str(rows)]) == 2
     assert "An environment may make it: add actor_rollout_ref.rollout.environment.path=" in capsys.readouterr().out
-    assert main([str(rows), f"actor_rollout_ref.rollout.environment.path={environment}:Maze"]) == 1
+    assert main([str(rows), f"actor_rollout_ref.rollout.environment.path={environment}:Maze"]) == 2
     said = capsys.readouterr().out
     assert "1 cannot be used" in said and "(Maze.reset) wants 'seed', which the row has not" in said
     assert "row 2" in said and "row 1:" not in said and "same prompt" not in said

@@ -81,7 +81,7 @@ def phase(doing: str) -> Iterator[None]:
 
 
 def _repeat(doing: str, over: threading.Event) -> threading.Thread:
-    """Say every `_EVERY_S` that it is not over."""
+    """Say every `_EVERY_S` that it is not over. Runs on the caller's thread and starts one. Waits for nothing."""
     begun = time.monotonic()
 
     def repeat() -> None:

@@ -98,8 +98,8 @@ class ServerClient(Client):
                 await self._attach(http)
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
-                f"{KEY}: {self.url} does not answer ({type(error).__name__}: {error}); is a {self.kind} server running "
-                f"there, and reachable from this machine? `curl URL{self.asks}` must answer"
+                f"{KEY}: {self.url} does not answer ({type(error).__name__}: {error}); does {self.kind} run there, "
+                f"and can this machine reach it? `curl URL{self.asks}` must answer"
             ) from error
 
     async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
