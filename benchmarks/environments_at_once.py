@@ -5,7 +5,7 @@
 The real runner, session, parser and tool executor play `--count` conversations of `--turns` turns at the same time. The
 engine is scripted: each turn calls a tool of the environment that takes `--tool-s` seconds in a plain method, so each
 environment has a thread. A task that sleeps 10 ms measures how late the loop wakes it: the lag. `--kill-after` sends
-SIGTERM to the process after so many seconds. All objects must be closed exactly once then, too.
+SIGTERM to the process after S seconds. Each object must be closed exactly once then, too.
 
 The last line: `2000 environments: N s, F finished, lag P ms at most and Q ms at the 99th percentile, M MiB, all closed
 once`.

@@ -49,7 +49,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Train one family with one seed. Returns the numbers of its first and last validation."""
     task = yaml.safe_load(family)["task"]
-    folder = args.out / f"{task}_seed_{seed}{'_trl' if args.library == 'trl' else ''}"
+    folder = args.out / f"{task}_seed_{seed}{'_trl' if args.trained_by == 'trl' else ''}"
     words = [
         "experiment=public_tasks",
         f"actor_rollout_ref.rollout.environment.config={family}",
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[st
         f"actor_rollout_ref.model.path={args.model.format(task=task)}",
         *overrides,
     ]
-    if args.library == "trl":
+    if args.trained_by == "trl":
         from with_trl import train
 
         trained = train(compose(words), folder)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[st
     else:
         curve = verl_mt.train(overrides=words).curve("val/accuracy")
         start, end = curve[min(curve)], curve[max(curve)]
-    return {"library": args.library, "family": task, "seed": seed, "start": start, "end": end}
+    return {"library": args.trained_by, "family": task, "seed": seed, "start": start, "end": end}
 
 
 def table(rows: Sequence[dict[str, Any]], held_out: int) -> str:
@@ -96,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or a hub name")
     parser.add_argument("--family", action="append", required=True, help="{task: NAME, ...}; several times for more")
-    parser.add_argument("--library", choices=("verl_mt", "trl"), default="verl_mt", help="what trains")
+    parser.add_argument(
+        "--library", dest="trained_by", choices=("verl_mt", "trl"), default="verl_mt", help="what trains"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--held-out", type=int, default=500, help="questions of each validation")
@@ -112,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(table(rows, args.held_out))
-    out = args.out / f"measured_{args.library}.json"
+    out = args.out / f"measured_{args.trained_by}.json"
     out.write_text(json.dumps({"held_out": args.held_out, "steps": args.steps, "runs": rows}, indent=1) + "\n")
     print(out)
     return 0

@@ -22,9 +22,9 @@ from verl_mt.engines.local.model_runner import PackedForward
 from verl_mt.engines.local.sampling import SamplingRows, sample, uniforms
 from verl_mt.errors import CheckpointError, ConfigError, EngineGoneError
 from verl_mt.extensions.cpu_kernels import choice
+from verl_mt.extensions.cpu_kernels.bindings import Library
 from verl_mt.extensions.cpu_kernels.build import Built, KernelsError, build
 from verl_mt.extensions.cpu_kernels.forward import CompiledForward, why_not
-from verl_mt.extensions.cpu_kernels.library import Library
 from verl_mt.extensions.cpu_kernels.step_hook import SameKernels
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -35,7 +35,7 @@ def num_calls(calls: Path) -> int:
 def test_the_second_process_finds_what_the_first_compiled(counted):
     first, second = build(), build()
     assert first.name == second.name and num_calls(counted) == 1
-    assert first.library.verl_mt_answer() == 42
+    assert first.code.verl_mt_answer() == 42
 
 
 def test_two_processes_compile_once(counted, tmp_path):
@@ -43,7 +43,7 @@ def test_two_processes_compile_once(counted, tmp_path):
 from pathlib import Path
 from verl_mt.extensions.cpu_kernels import build
 build.SOURCE = Path({str(tmp_path / "kernels.cpp")!r})
-print(build.build().library.verl_mt_answer())
+print(build.build().code.verl_mt_answer())
 """
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -58,7 +58,7 @@ def test_a_library_that_is_cut_off_is_built_again(counted, tmp_path):
     (library,) = (tmp_path / "cache").rglob("kernels.so")
     library.unlink()  # it is loaded: another file in its place
     library.write_bytes(b"cut")
-    assert build().library.verl_mt_answer() == 42 and num_calls(counted) == 2
+    assert build().code.verl_mt_answer() == 42 and num_calls(counted) == 2
 
 
 @pytest.mark.parametrize(

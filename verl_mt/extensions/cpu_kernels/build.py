@@ -48,7 +48,7 @@ class KernelsError(VerlMTError):
 class Built:
     """The compiled kernels."""
 
-    library: ctypes.CDLL
+    code: ctypes.CDLL
     name: str
     """A hash of what decides their bits: source, compiler, flags, processor, torch."""
 

@@ -14,8 +14,8 @@ import torch
 
 from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepTokens
 from verl_mt.engines.local.sampling import SamplingRows
+from verl_mt.extensions.cpu_kernels.bindings import DTYPES, HEAD_DIMS, MOST_QUERIES, Library, Places
 from verl_mt.extensions.cpu_kernels.build import Built, KernelsError
-from verl_mt.extensions.cpu_kernels.library import DTYPES, HEAD_DIMS, MOST_QUERIES, Library, Places
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of transformers whose layers are as `_Layer` computes them."""

@@ -457,7 +457,7 @@ class ReplicatedEngine(InferenceEngine):
                 return replace(live.turn.output(reason), replica=name)
 
     async def _seated(self, live: LiveTurn, seat: asyncio.Future[None]) -> bool:
-        """Wait for the seat. False = the request is to end instead."""
+        """Wait for the seat. Returns False if the request must end instead."""
         if not seat.done():
             stopped: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(event.wait()) for event in (live.stop, self._closed)
@@ -472,7 +472,7 @@ class ReplicatedEngine(InferenceEngine):
         return seat.done() and not live.stop.is_set()
 
     async def _may_go(self, live: LiveTurn) -> bool:
-        """Wait out a pause. False = the request is to end instead."""
+        """Wait out a pause. Returns False if the request must end instead."""
         if not self._resumed.is_set() and not live.stop.is_set():
             await first_of(live.left_s(whole=True), self._resumed, live.stop, self._closed)
             self._check_open()

@@ -58,11 +58,11 @@ class Library:
 
     def __init__(self, built: Built, dtype: torch.dtype):
         self.dtype = dtype
-        self._plan = built.library.verl_mt_plan
+        self._plan = built.code.verl_mt_plan
         self._plan.argtypes, self._plan.restype = [_P, _I, _P, _P, *[_I] * 4, _P, _P], _I
         self._call: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
-            self._call[name] = getattr(built.library, f"verl_mt_{name}_{DTYPES[dtype]}")
+            self._call[name] = getattr(built.code, f"verl_mt_{name}_{DTYPES[dtype]}")
             self._call[name].argtypes = arguments
 
     def plan(
