@@ -201,7 +201,10 @@ def test_prompts_that_are_too_long_are_counted_not_forgotten(data, tmp_path, cap
 
 def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     parse = evaluate.argparse.Namespace
-    args = parse(run=None, config=None, config_path=None, model="/some/model", data="/some/data.jsonl", n=None)
+    args = parse(
+        run=None, config=None, config_path=None, model="/some/model", data="/some/data.jsonl", n=None,
+        trust=False, system=None, chat=False,
+    )  # fmt: skip
     config = evaluate.config_of(args, [])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is None
     assert (config.data.val_files, config.data.val_max_samples) == ("/some/data.jsonl", -1)
