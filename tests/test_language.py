@@ -20,9 +20,6 @@ NOT_YET = {
 """Pages that are not rewritten yet. This list only gets shorter."""
 
 SOURCE_NOT_YET = {
-    "verl_mt/environments",
-    "verl_mt/extensions/cluster/replicas",
-    "verl_mt/extensions/cluster/vllm",
     "verl_mt/extensions/environments",
 }
 """Packages with docstrings or error texts that are not rewritten yet. This list only gets shorter."""
