@@ -403,7 +403,7 @@ class ReplicatedEngine(InferenceEngine):
             raise refused[0]
 
     async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate) -> None:
-        """Update one engine alone. An engine that is lost gets the update again after its restart, `_NUM_LIVES` times in all."""
+        """Update one engine alone. A lost engine gets the update again after its restart, `_NUM_LIVES` times in all."""
         for tried in range(1, _NUM_LIVES + 1):
             if replica.holds is update:
                 return

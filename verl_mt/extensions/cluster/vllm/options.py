@@ -230,7 +230,8 @@ def check_memory(keys: RolloutKeys, *, on_gpu: bool) -> None:
     if on_gpu and keys.free_cache_engine and keys.placed == "colocated":
         raise ConfigError(
             f"{KEY}.free_cache_engine=True: vLLM engines keep their GPU memory while training runs. Set "
-            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves memory for training, or {KEY}.name=sglang"
+            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves memory for training, or set "
+            f"{KEY}.name=sglang"
         )
 
 
