@@ -15,7 +15,6 @@ NOT_YET = {
     "docs/python_api.md",
     "docs/schedulers.md",
     "docs/sglang.md",
-    "docs/write_an_interaction.md",
 }
 """Pages that are not rewritten yet. This list only gets shorter."""
 

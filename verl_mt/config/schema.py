@@ -345,7 +345,7 @@ class TrainerConfig(Section):
         10, "Checkpoint every that many steps and at the end; -1 = only at the end.", min=1, off=-1, may_change=True
     )
     max_actor_ckpt_to_keep: int | None = option(
-        2, "Newest checkpoints kept, and the best validated one; null = all.", min=1, may_change=True
+        2, "Newest checkpoints kept; the best validated one is kept too. null = all.", min=1, may_change=True
     )
     resume_mode: str = option(
         "auto",
