@@ -9,11 +9,6 @@ from language import REPO, Text, page, pages, prose_of, texts_of_library, texts_
 from language_figures import figures, sentences
 
 NOT_YET = {
-    "docs/architecture.md",
-    "docs/capabilities.md",
-    "docs/hydra.md",
-    "docs/python_api.md",
-    "docs/schedulers.md",
     "docs/sglang.md",
 }
 """Pages that are not rewritten yet. This list only gets shorter."""
