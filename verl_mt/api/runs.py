@@ -229,7 +229,7 @@ def evaluated(
     given.overrides(overrides)
     if run is not None:
         model = model or str(run.model)
-    named = argparse.Namespace(run=run and str(run.folder), trust=run is not None and run.trust)
+    named = argparse.Namespace(run=run and str(run.folder), trust=run is not None and run.trust, system=None, chat=False)
     named.__dict__.update(config=base, config_path=None, model=model, data=spec, n=n)
     with objects_given(given.objects):
         found = measure(config_of(named, given.words))
