@@ -753,6 +753,14 @@ def test_verls_engine_stays_vllm_with_its_arguments_and_keeps_its_memory():
     assert not any("free_cache_engine" in line for line in kept.changed)
 
 
+def test_an_engine_that_the_shell_may_change_has_the_arguments_of_the_scripts_own():
+    text = f"ENGINE=${{1:-vllm}}\n{OVER.replace('sglang', '$ENGINE')}{ROLLOUT}.enforce_eager=True "
+    found = migrate(text + f"+{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True")
+    assert f"++{ROLLOUT}.engine_kwargs.enforce_eager=true" in found.overrides and "${1:-vllm}" in found.command()
+    assert any(word.endswith("engine_kwargs.disable_cascade_attn=true") for word in found.overrides)
+    assert any(line.endswith("the command has the arguments of vllm") for line in found.changed)
+
+
 def test_arguments_of_vllm_beside_sglang_are_listed():
     text = f"{OVER}{ROLLOUT}.enforce_eager=True +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True"
     found = migrate(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from verl_mt.config.normalize import Item, short
 from verl_mt.extensions.compat.aliases.families import aliases, same
@@ -21,6 +23,13 @@ _USUAL = {
 """Argument of vLLM -> the value with which it does what it does without the argument."""
 
 
+def engine_named(value: Any) -> str | None:
+    """The engine of `rollout.name`; of a variable of the shell its default. None = only the shell knows."""
+    found = re.fullmatch(r"\$\{oc\.env:\w+,(\w+)\}", str(value))
+    name = found[1] if found else str(value)
+    return None if value is None or "${" in name else name.removesuffix("_async")
+
+
 def is_of_one_engine(key: str) -> bool:
     """Whether another library's key sets an argument of vLLM, or one of its groups `engine_kwargs.ENGINE`."""
     return _group_of(key) is not None or _is_vllms(key)
@@ -31,7 +40,7 @@ def settle(outcome: Translation, where: str) -> None:
 
     Without a name of an engine, groups of arguments (`engine_kwargs.vllm`) are kept: the engine checks their names.
     """
-    engine = next((item.value for item in reversed(outcome.items) if item.key == ENGINE), None)
+    engine = engine_named(next((item.value for item in reversed(outcome.items) if item.key == ENGINE), None))
     outcome.items = [kept for item in outcome.items for kept in _settled(item, engine, where, outcome)]
 
 

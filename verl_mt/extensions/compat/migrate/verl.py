@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.config.hydra_source import read_yaml
-from verl_mt.extensions.compat.aliases.engine_arguments import ENGINE, is_of_one_engine
+from verl_mt.extensions.compat.aliases.engine_arguments import ENGINE, engine_named, is_of_one_engine
 from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch
 
@@ -135,7 +135,10 @@ def with_counterparts(
         kept = _warm_up(kept, values, part, said, same)
     kept += (beside := _defaults_beside(values, default_mode) | _of_the_engine(kept, content))
     same |= beside
-    if values.get(ENGINE, default_engine) in ("vllm", "vllm_async"):
+    engine = values.get(ENGINE, default_engine)
+    if ENV.search(str(engine)) and any(is_of_one_engine(word.lstrip("+").partition("=")[0]) for word in kept):
+        said.append(f"{ENGINE}={engine}: the command has the arguments of {engine_named(engine) or 'no engine'}")
+    if engine_named(engine) == "vllm":
         kept = _keeping_its_memory(kept, values, said)
     return kept, said, same
 
