@@ -9,21 +9,9 @@ from language import REPO, Text, page, pages, prose_of, texts_of_library, texts_
 from language_figures import figures, sentences
 
 NOT_YET = {
-    "docs/architecture.md",
-    "docs/capabilities.md",
-    "docs/hydra.md",
-    "docs/python_api.md",
-    "docs/schedulers.md",
     "docs/sglang.md",
-    "docs/write_an_interaction.md",
 }
 """Pages that are not rewritten yet. This list only gets shorter."""
-
-SOURCE_NOT_YET = {
-    "verl_mt/extensions/cluster/replicas",
-    "verl_mt/extensions/cluster/vllm",
-}
-"""Packages with docstrings or error texts that are not rewritten yet. This list only gets shorter."""
 
 PAGES = {path.relative_to(REPO).as_posix(): path for path in pages()}
 
@@ -95,17 +83,8 @@ def test_texts_of_the_source_are_collected(tmp_path):
 
 @pytest.mark.parametrize("kind", ["docstring", "option", "error"])
 def test_no_text_of_the_library_has_a_banned_word(kind):
-    texts = [text for text in texts_of_library() if text.kind == kind and _package(text) not in SOURCE_NOT_YET]
+    texts = [text for text in texts_of_library() if text.kind == kind]
     assert [hit for text in texts for hit in text.hits()] == [], "words of tests/language.py"
-
-
-def test_packages_that_are_not_rewritten_have_banned_words():
-    left = {_package(text) for text in texts_of_library() if any(text.hits())}
-    assert sorted(SOURCE_NOT_YET - left) == [], "they have no banned word any more: take them off SOURCE_NOT_YET"
-
-
-def _package(text: Text) -> str:
-    return text.file.parent.relative_to(REPO).as_posix()
 
 
 def test_the_library_has_texts_of_each_kind():
