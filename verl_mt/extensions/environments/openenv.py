@@ -120,9 +120,7 @@ def _client_class() -> type[Any]:
 
         def check(self) -> None:
             if self.has_begun and (self._ws is None or self._ws.close_code is not None):
-                raise ConnectionError(
-                    f"the connection to {self._ws_url} broke, so the episode failed"
-                )
+                raise ConnectionError(f"the connection to {self._ws_url} broke, so the episode failed")
 
         async def _ensure_connected(self) -> None:
             self.check()
