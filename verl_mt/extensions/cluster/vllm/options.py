@@ -55,6 +55,7 @@ _OURS = (
     "max_model_len",
     "logprobs_mode",
     "weight_transfer_config",
+    "enable_lora",
 )
 _REFUSED = {
     "the engine would sample from rounded weights or caches, which no test of verl_mt has run": (
@@ -85,6 +86,8 @@ _REFUSED = {
 _PLAIN_CACHES = ("auto", "bfloat16", "float16", "float32")
 _COLDEST, _HOTTEST = 0.01, 2.0
 """vLLM refuses requests above, and raises temperatures below without a word to the caller. 0 is greedy."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's choices of `max_lora_rank`."""
 _CPU_BLOCK = 32
 """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of it."""
 _CPU_BATCH = 4096
@@ -133,9 +136,17 @@ class VLLMOptions(ReplicaOptions):
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(self.max_model_len, _CPU_BATCH),
             }
+        if self.adapters is not None:
+            rank = min(rank for rank in _RANKS if rank >= self.adapters.rank)
+            engine |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         engine = {name: value for name, value in (engine | self.engine_kwargs).items() if value is not None}
         engine["seed"] = engine.get("seed", self.seed) + number
         return {"python": self.python, "engine": engine}
+
+    def merges_adapters(self, rank: int) -> str:
+        if rank > _RANKS[-1]:
+            return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and model.lora_rank is {rank}"
+        return super().merges_adapters(rank)
 
     def environment(self, number: int) -> dict[str, str]:
         """Variables of an engine that is launched on this machine: GPUs of its own, the last ones."""
@@ -175,7 +186,7 @@ def check_rollout(config: ActorRolloutRefConfig, python: str | None) -> None:
     if taken:
         raise ConfigError(
             f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, {KEY}.dtype, "
-            ".tensor_model_parallel_size, .max_model_len) or from verl_mt. Remove them"
+            ".tensor_model_parallel_size, .max_model_len, .lora_updates) or from verl_mt. Remove them"
         )
     for name, reason in refused_arguments(arguments):
         raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
