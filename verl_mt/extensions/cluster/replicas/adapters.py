@@ -6,6 +6,7 @@ the adapter, and takes the last one's place: turns that are being sampled go on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from verl_mt.engines.base import Receiver, WeightPublisher
 from verl_mt.errors import VerlMTError
 from verl_mt.extensions.cluster.replicas.buckets import WeightCheck
 from verl_mt.extensions.cluster.replicas.publisher import failures
-from verl_mt.modeling.load import meta_causal_lm
 from verl_mt.modeling.lora import adapted_layers
 
 LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
@@ -38,6 +38,10 @@ class AdapterShape:
     weights: dict[str, tuple[int, ...]]
     """Name in peft's files -> shape: A [rank, in], B [out, rank]."""
 
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Of an update to engines of this dtype."""
+        return sum(map(math.prod, self.weights.values())) * dtype.itemsize
+
     @property
     def config(self) -> dict[str, Any]:
         """What peft's `adapter_config.json` says that an engine reads."""
@@ -50,18 +54,19 @@ class AdapterShape:
         }
 
 
-def adapter_shape(model: ModelConfig) -> AdapterShape | str:
+def adapter_shape(model: ModelConfig, module: Any) -> AdapterShape | str:
     """Of the adapters that the keys ask for. No weight is read.
+
+    Args:
+        model: the keys.
+        module: what their path names, on any device.
 
     Returns:
         Or why engines cannot take them.
 
     Raises:
-        ConfigError: no such model, or a name that stands for no linear layer.
+        ConfigError: a name that stands for no linear layer.
     """
-    module = meta_causal_lm(
-        model.path, revision=model.revision, attn_implementation="eager", trust_remote_code=model.trust_remote_code
-    )
     if getattr(module.config, "vision_config", None) is not None:
         return "the model has a vision tower, whose layers have other names in engines"
     chosen, targets = adapted_layers(module, model.lora_target_modules, text_only=model.freeze_vision)

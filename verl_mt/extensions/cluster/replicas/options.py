@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -19,6 +18,7 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 from verl_mt.extensions.cluster.replicas.adapters import AdapterShape, adapter_shape
 from verl_mt.extensions.cluster.start_log import start_log
+from verl_mt.modeling.load import meta_causal_lm
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -104,15 +104,23 @@ class ReplicaOptions:
         """
         if not model.lora_rank or wanted == "merged":
             return None
-        found = self.merges_adapters(model.lora_rank) or adapter_shape(model)
+        found = self.merges_adapters(model.lora_rank) or adapter_shape(model, self._on_meta())
         if isinstance(found, AdapterShape):
-            size = sum(map(math.prod, found.weights.values())) * getattr(torch, self.dtype).itemsize
-            start_log.info("LoRA: engines get the adapters at each update, %.1f MB", size / 1e6)
+            size = found.num_bytes(getattr(torch, self.dtype)) / 1e6
+            start_log.info("LoRA: engines get the adapters at each update, %.1f MB", size)
             return found
         if wanted == "adapters":
             raise ConfigError(f"{KEY}.lora_updates=adapters: {found}. Set lora_updates=merged")
         start_log.info("LoRA: engines get merged weights at each update: %s", found)
         return None
+
+    def _on_meta(self) -> Any:
+        return meta_causal_lm(
+            self.model_path,
+            revision=self.revision,
+            attn_implementation="eager",
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def merges_adapters(self, rank: int) -> str:
         """Why an engine like this one does not take adapters of this rank; empty = it does."""
