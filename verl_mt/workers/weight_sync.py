@@ -43,11 +43,12 @@ class LiveWeights:
     """The low-rank adapters alone."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        grouped, self.num_bytes = isinstance(self.policy, WorkerGroup), 0
+        policy: Any = self.policy
+        grouped, self.num_bytes = isinstance(policy, WorkerGroup), 0
         if self.adapters:
-            state = cast(Adapter, self.policy.adapter() if grouped else adapter_of(self.policy)).named()
+            state = cast(Adapter, policy.adapter() if grouped else adapter_of(policy)).named()
         else:
-            state = self.policy.full_state() if grouped else named_weights(self.policy)
+            state = policy.full_state() if grouped else named_weights(policy)
         try:
             for name, tensor in state:
                 self.num_bytes += tensor.nbytes

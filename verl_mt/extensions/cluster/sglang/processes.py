@@ -330,7 +330,8 @@ def take_unpinned_memory() -> None:
             return torch.zeros(*args, **more)
 
     layers.torch = torch_backend.torch = Unpinned()
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign, assignment]
+    pinned: Any = torch.Tensor
+    pinned.pin_memory = lambda tensor, device=None: tensor
 
 
 def hold_engine(descriptor: int) -> None:
