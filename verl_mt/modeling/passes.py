@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _ATTRIBUTE = "verl_mt_passes"
 
 PackedPass = Callable[[Any, Any, packing.PackedRows], Tensor | None]
-"""(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None = the decoder's own pass computes them."""
+"""(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None = the decoder itself computes them."""
 
 
 @dataclass(frozen=True)
