@@ -5,14 +5,14 @@
     python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16] [--learning-rate 1e-6]    # of a real size,
         # whose template writes Qwen's form of calls; a rate that suits the shipped model would drive it apart
 
-The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A. With several sizes or
-numbers of threads each has a process of its own, one after the other, and a table in Markdown comes last.
+The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A. With several
+sizes or numbers of threads each has its own process, one after the other, and a table in Markdown comes last.
 
 The same for both: checkpoint (verl_mt://tiny, float32), prompts in the same order (their token ids are compared in
-every step), 16 prompts x 8 samples (`--sizes 16x8`), T = 1, at most 128 tokens after the prompt (tool tokens included), at
-most 3 rounds of the same calculator, the same scorer, one optimizer step per batch over every sampled token (groups
-without variance too), token-mean loss, clip 0.2, no KL, AdamW with the same constant learning rate, gradient norm 1,
-as many threads. Neither logs, saves nor validates.
+every step), 16 prompts x 8 samples (`--sizes 16x8`), T = 1, at most 128 tokens after the prompt (tool tokens
+included), at most 3 rounds of the same calculator, the same scorer, one optimizer step per batch over every sampled
+token (groups without variance too), token-mean loss, clip 0.2, no KL, AdamW with the same constant learning rate,
+gradient norm 1, as many threads. Neither logs, saves nor validates.
 
 The two take turns, one step each, so that a busy machine hurts both alike; the first step of each is not timed. CPU
 seconds are shown beside: they depend less on what else runs. "rollout" is everything from the rows to scored samples:
@@ -360,9 +360,8 @@ def run_each(args: argparse.Namespace, folder: Path) -> None:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """Medians per step as Markdown, a line for each size and number of threads."""
-    print(
-        "| prompts x samples | threads | CPU s: verl_mt, TRL | ratio | wall s: verl_mt, TRL | ratio | rollout | the rest |"
-    )
+    cost = "CPU s: verl_mt, TRL | ratio | wall s: verl_mt, TRL | ratio | rollout | the rest"
+    print(f"| prompts x samples | threads | {cost} |")
     print("|---|---|---|---|---|---|---|---|")
     for size, threads in dict.fromkeys((row["size"], row["threads"]) for row in rows):
         found = [row for row in rows if (row["size"], row["threads"]) == (size, threads)]
@@ -413,7 +412,8 @@ def main() -> None:
     logging.getLogger("verl_mt").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         if len(args.sizes) * len(args.threads) > 1:
-            return run_each(args, Path(folder))
+            run_each(args, Path(folder))
+            return
         try:
             ours, theirs = run(args, Path(folder))
         except VerlMTError as error:
