@@ -167,7 +167,7 @@ CASES = [
     Case("new_shapes.py", f"--rows 2 --sequences 1 --layers 1 --vocabulary 768 --dtype float32 {ONCE}"),
     Case("packing.py", f"--rows 4 --prompts 1 {ONCE}", equal_gradients),
     Case("parser_cost.py", "--kilobytes 1 2"),
-    Case("peers/trl_grpo.py", "--steps 2 --prompts 4 --generations 4 --threads 1", as_many_tokens, installed=HAS_TRL,
+    Case("peers/trl_grpo.py", "--steps 2 --sizes 4x4", as_many_tokens, installed=HAS_TRL,
          error='pip install "trl=='),
     Case("prefix_sharing.py", f"--rows 4 --group-sizes 2 {ONCE}", equal_gradients),
     Case("replicas.py", "--steps 1 --target 0 data.train_batch_size=4 data.val_max_samples=4",

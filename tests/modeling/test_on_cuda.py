@@ -96,7 +96,7 @@ def test_packed_rows_do_without_the_kernel_that_holds_all_scores(share, dtype):
     row_N, position_N = (torch.arange(ids.shape[1], device="cuda") > 100).expand_as(ids).nonzero(as_tuple=True)
     rows = PackedRows(ids, row_N, position_N, share=share)
     size = rows.input_ids_1T.shape[1]
-    assert any(group.mask is not None for group in rows._groups) == share
+    assert any(group.mask is not None for group in rows._groups[0]) == share
     query, key, value = (
         torch.randn(1, heads, size, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
     )

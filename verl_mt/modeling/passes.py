@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,9 @@ from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_p
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "verl_mt_passes"
 
+PackedPass = Callable[[Any, Any, packing.PackedRows], Tensor | None]
+"""(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None = the decoder itself computes them."""
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -35,6 +38,8 @@ class Passes:
     """What rows have in common goes through once."""
     sequence: SequenceGroup | None = None
     """The ranks that have a part of each packed sequence."""
+    packed_pass: PackedPass = lambda *_: None
+    """Computes packed rows in place of the decoder's own pass."""
 
 
 PLAIN = Passes(packed=False, share_prefixes=False)
@@ -109,6 +114,8 @@ def hidden_of_padded(
     passes = passes_of(model)
     if passes.packed:
         rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes, sequence=passes.sequence)
+        if (found := passes.packed_pass(model, base, rows)) is not None:
+            return found, None
         places, own = rows.wanted()
         return base(**rows.arguments()).last_hidden_state[0, places], own
     if passes.share_prefixes and can_share_prefixes(model, base):
