@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling import packing
+from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.sequence_parallel import Own, SequenceGroup
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
@@ -35,6 +36,8 @@ class Passes:
     """What rows have in common goes through once."""
     sequence: SequenceGroup | None = None
     """The ranks that have a part of each packed sequence."""
+    head: Callable[..., tuple[Tensor, Tensor | None]] = head_log_probs
+    """Log-probs behind the model's head, as `head_log_probs`; without entropies if they are a metric only."""
 
 
 PLAIN = Passes(packed=False, share_prefixes=False)
