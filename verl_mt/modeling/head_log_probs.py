@@ -17,6 +17,7 @@ Shape suffixes: `N` tokens, `H` hidden size, `V` vocabulary, `v` a tile of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -105,11 +106,9 @@ def _checkpointed(
     head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None]:
     size = max(1, LOGITS_AT_ONCE // _vocabulary(head, hidden_NH))
-    pieces: list[Any] = []
-    for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size)):
-        arguments = (head, hidden, targets, temperature, entropy)
-        with_grad = torch.is_grad_enabled()
-        pieces.append(checkpoint(_plain, *arguments, use_reentrant=False) if with_grad else _plain(*arguments))
+    call: Any = partial(checkpoint, _plain, use_reentrant=False) if torch.is_grad_enabled() else _plain
+    splits = zip(hidden_NH.split(size), targets_N.split(size))
+    pieces = [call(head, *split, temperature, entropy) for split in splits]
     log_probs_N = torch.cat([piece[0] for piece in pieces])
     return log_probs_N, torch.cat([piece[1] for piece in pieces]) if entropy[0] else None
 

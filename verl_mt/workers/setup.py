@@ -122,11 +122,10 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     ref = copy.deepcopy(module) if setup.has_ref and ranks.size == 1 and lora is None else None
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
-    temperature = config.rollout.temperature
     actor = ActorWorker(
         _spread(module, setup, ranks),
         config.actor,
-        temperature=temperature,
+        temperature=config.rollout.temperature,
         total_steps=steps_of_actor(setup.total_steps, setup.algorithm.critic_warmup),
         train_batch_size=setup.train_batch_size,
         norm_constant=config.rollout.response_length,

@@ -57,8 +57,12 @@ def _attend_outside(name: str) -> None:
         return
 
     def outside(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        packed = kwargs.get("packed_rows") is not None
         result, weights = attend(*args, **kwargs)
-        return result.contiguous(), weights  # other strides would compile the rest of the layer again
+        # Of packed rows always a view of [T, H, D]: a view of something else would compile the rest of the layer again.
+        if packed and (result._base is None or result._base.shape != result.shape[1:]):
+            result = result[0].clone()[None]
+        return result, weights
 
     disabled: Any = torch.compiler.disable(outside)
     setattr(disabled, _OUTSIDE, True)
