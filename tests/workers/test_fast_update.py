@@ -89,7 +89,7 @@ def test_the_fused_head_has_the_values_and_gradients_of_the_plain_one(small_tile
         assert a.dtype == b.dtype and (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_compiled_the_head_has_the_same_numbers_and_copies_no_logits(small_tiles):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-6)):
         ways = head.fused_head_log_probs, plain.head_log_probs

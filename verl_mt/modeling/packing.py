@@ -214,8 +214,8 @@ class PackedRows:
         index, starts_q, starts_k, most_q, most_k = self._varlen
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
-        lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
-        return (kernel or _flash_kernel())(q, k, v, **lengths, dropout_p=dropout, softmax_scale=scale, causal=True)[None]
+        spans = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        return (kernel or _flash_kernel())(q, k, v, **spans, dropout_p=dropout, softmax_scale=scale, causal=True)[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """query [1, H, T, D], key and value [1, their heads, T, D] -> [1, T, H, D]."""

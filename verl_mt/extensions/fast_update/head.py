@@ -8,10 +8,9 @@ The weights' gradient is added up in float32 inside the product, where the devic
 - If the derivative of the loss is known beforehand, logits are computed once: three products in all.
 - Else the backward pass computes them again: four products.
 
-Why not a library: Liger's kernel and Cut Cross-Entropy are Triton, which runs on a GPU only, and give a loss reduced over
-tokens or no entropy. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes its gradients in the forward pass
-for a mean or a sum of token losses: it has no weight for a token, no temperature and no entropy, and a policy loss needs
-the first.
+Why not a library: the kernels of Liger and Cut Cross-Entropy are Triton's, which runs on a GPU only. The chunked
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) computes gradients in its forward pass, for a mean or a sum of
+token losses. It has no temperature, no entropy and no weight for a token, which a policy loss needs.
 
 Shape suffixes: `N` tokens, `n` tokens of a tile, `H` hidden size, `V` vocabulary.
 """
@@ -121,7 +120,7 @@ class _FusedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         *head, targets_N, lse_N, entropy_N, expected_N, into_hidden, into_weight, into_bias = ctx.saved_tensors
-        made = (into_hidden, into_weight, into_bias)
+        made: tuple[Tensor | None, ...] = (into_hidden, into_weight, into_bias)
         # Bit for bit: gradients made for a derivative that is merely close would be silently wrong.
         if expected_N is None or not torch.equal(grad_N, expected_N):
             into = _Gradients((head[0], head[1], head[2]), ctx.needs_input_grad)

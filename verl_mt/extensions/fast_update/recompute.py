@@ -18,9 +18,7 @@ _PRODUCTS = {"aten::mm", "aten::addmm"}
 def recompute_elementwise(model: Any) -> None:
     """Switch gradient checkpointing of a Hugging Face model on, or to this, for its passes in training mode."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts}
-    )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
 
 
 def _policy(context: Any, op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:

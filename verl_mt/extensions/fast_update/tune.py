@@ -19,8 +19,7 @@ from verl_mt.workers.sharding import model_of
 
 
 def tune_workers(setup: WorkerSetup, actor: ActorWorker, reference: RefWorker | None) -> None:
-    """For `load_workers`, before any checkpoint is loaded: policy and reference policy compute alike, so that the KL of
-    an unchanged policy stays 0.
+    """For `load_workers`, before any checkpoint is loaded. The reference policy computes with the policy's kernels.
 
     Raises:
         ConfigError: the model, the device or this machine cannot do what a key asks for.
