@@ -157,6 +157,8 @@ CASES = [
          says("the engine's allocator settings: none): 0 wrong tensors")),
     Case("fake_ranks.py", "--layers 1", as_docs_scaling_says),
     Case("gpu/run.py", "--rehearse --only mfu-0.5B", says("mfu-0.5B: update step, 0.5B ... ok"), out=False),
+    Case("gpu/update_parts.py", "--device cpu --shape toy --length 64 --tokens 256 --only plain fused_adamw",
+         says("toy, fused_adamw: ")),
     Case("gradient_accumulation.py", "--micro-batches 16 --tokens 8", as_good_as_exact),
     Case("kernel_caches.py", "--size micro --passes 6", few_kernels),
     Case("kills.py", "data.train_max_samples=32 --kills 1 --bounds 2 --over-sample 1.5 --who trainer worker",
