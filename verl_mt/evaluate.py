@@ -84,13 +84,11 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
     args.run = next(iter(runs), None)
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
-    for a, b, shown in (
-        ("config_path", "config", "--config-name"),
-        ("trust", "run", "RUN"),
-        ("system", "chat", "--chat"),
-    ):
-        if getattr(args, a) and not getattr(args, b):
-            raise ConfigError(f"--{a.replace('_', '-')} has no effect without {shown}: add it, or remove the flag")
+    for flag, needed in ("config_path", "config"), ("trust", "run"), ("system", "chat"):
+        if getattr(args, flag) and not getattr(args, needed):
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} has no effect without --{needed}: add it, or remove the flag"
+            )
     if args.run and args.config:
         raise ConfigError(f"{args.run} brings its own config.yaml: give it or --config, not both")
     if args.run:
