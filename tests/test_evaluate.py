@@ -224,7 +224,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--run", "a", "--config", "b"], "not both"),
         (["a", "b"], "name one run, not 2: a b"),
         (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect without --run"),
-        (["--model", "verl_mt://tiny", "--system", "Be brief."], "--system has no effect without --chat: add it"),
+        (["--model", "verl_mt://tiny", "--system", "Be brief."], "--system has no effect without --chat"),
         (["data.seed=1", "no/such/run", "--n", "2"], "no/such/run has no config.yaml"),
         (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),
         (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),

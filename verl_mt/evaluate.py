@@ -86,9 +86,7 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
     for flag, needed in ("config_path", "config"), ("trust", "run"), ("system", "chat"):
         if getattr(args, flag) and not getattr(args, needed):
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} has no effect without --{needed}: add it, or remove the flag"
-            )
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect without --{needed}. Add it, or leave it out")
     if args.run and args.config:
         raise ConfigError(f"{args.run} brings its own config.yaml: give it or --config, not both")
     if args.run:
