@@ -223,8 +223,8 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
         (["a", "b"], "name one run, not 2: a b"),
-        (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect here: name the run"),
-        (["--model", "verl_mt://tiny", "--system", "Be brief."], "add --chat, or leave --system out"),
+        (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect without --run"),
+        (["--model", "verl_mt://tiny", "--system", "Be brief."], "--system has no effect without --chat"),
         (["data.seed=1", "no/such/run", "--n", "2"], "no/such/run has no config.yaml"),
         (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),
         (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),
@@ -343,7 +343,7 @@ def test_a_start_is_measured_with_the_words_of_the_run_and_said_to_be_learnable_
     assert evaluate.main([*words, "actor_rollout_ref.rollout.response_length=2"]) == 0
     assert "all wrong: 8): too hard for GRPO" in " ".join(capsys.readouterr().out.split())
     assert evaluate.main(["--config-path", str(tmp_path), "--n", "4"]) == 2
-    assert "name the file in it with --config-name" in capsys.readouterr().err
+    assert "--config-path has no effect without --config" in capsys.readouterr().err
 
 
 def test_a_start_that_is_always_right_is_too_easy():
