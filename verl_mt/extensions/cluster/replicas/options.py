@@ -46,7 +46,7 @@ class ReplicaOptions:
     num_launched: int = 0
     """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
     hosts: tuple[EngineHost, ...] = ()
-    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
+    """Places beside the ranks of a worker group, or on separate devices: an engine in each."""
     transport: str = "auto"
     adapters: AdapterShape | None = None
     """What updates send; None = all weights."""
