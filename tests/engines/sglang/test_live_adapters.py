@@ -47,9 +47,10 @@ def test_each_update_is_the_adapter_and_what_the_engine_computes_is_the_policy(l
 
     async def differences(version: int, temperature: float = 1.0) -> tuple[float, float]:
         """From the policy, and from the base model."""
-        found = []
-        for prompt in unusual:  # the same ones: a cache of another version would show
-            output = await engine.generate(request(prompt, temperature=temperature, max_new_tokens=40))
+        found, words = [], {"temperature": temperature, "max_new_tokens": 24}
+        # The same prompts each time: a cache of another version would show.
+        outputs = await asyncio.gather(*(engine.generate(request(prompt, **words)) for prompt in unusual))
+        for prompt, output in zip(unusual, outputs):
             assert [span.version for span in output.version_spans] == [version]
             found.append([worst_difference(module, prompt, output, temperature) for module in (policy, lab.module)])
         return tuple(map(max, zip(*found)))
