@@ -149,7 +149,7 @@ def test_a_command_in_our_own_names_reads_no_table():
     )  # fmt: skip
     owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "inspection", "toolbox")  # of keys, or checks of some
     declared = ["", *(f".{name}{part}" for name in owners for part in ("", ".config"))]
-    declared[3:3] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
+    declared[4:4] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
     assert done.stdout.strip() == str([f"verl_mt.extensions{name}" for name in declared])
 
 
