@@ -13,11 +13,12 @@ from verl_mt.config.schema import Config, TrainerConfig, explicit_keys, value_of
 from verl_mt.extensions.cluster.vllm.arguments import problems_of_arguments
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_STARTED_HERE = OTHER_ENGINE & Condition(
+_NO_SERVERS = Condition(
     (f"{ROLLOUT}.servers",),
     lambda of: not of(f"{ROLLOUT}.servers"),
     lambda: f"no {ROLLOUT}.servers are set (you set the options of those when you start them)",
 )
+_STARTED_HERE = OTHER_ENGINE & _NO_SERVERS
 
 
 @dataclass
@@ -53,7 +54,7 @@ class RolloutKeys(Section):
         None,
         "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has a separate "
         "environment (docs/vllm.md).",
-        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _STARTED_HERE,
+        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _NO_SERVERS,
     )
     # verl's configurations give both to every run.
     nnodes: int = option(

@@ -42,7 +42,7 @@ class ReplicaOptions:
     num_launched: int = 0
     """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
     hosts: tuple[EngineHost, ...] = ()
-    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
+    """Places beside the ranks of a worker group, or on separate devices: an engine in each."""
     transport: str = "auto"
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 

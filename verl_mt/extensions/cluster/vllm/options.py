@@ -100,7 +100,7 @@ class VLLMOptions(ReplicaOptions):
         return {"python": self.python, "engine": engine}
 
     def environment(self, number: int) -> dict[str, str]:
-        """Variables of an engine that is launched on this machine: GPUs of its own, the last ones."""
+        """Variables of an engine that is launched on this machine: its GPUs, the last ones."""
         if not self.num_launched:
             return {}
         alike = {name: os.environ.get(name, value) for name, value in NCCL_ALIKE.items()}
@@ -172,7 +172,8 @@ def check_memory(keys: RolloutKeys, *, on_gpu: bool) -> None:
     if on_gpu and keys.free_cache_engine and keys.placed == "colocated":
         raise ConfigError(
             f"{KEY}.free_cache_engine=True: vLLM engines keep their GPU memory while training runs. Set "
-            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves room, or {KEY}.name=sglang"
+            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves memory for training, or set "
+            f"{KEY}.name=sglang"
         )
 
 
@@ -195,7 +196,7 @@ def python_of(keys: RolloutKeys) -> str:
         ) from error
     if found is None:
         raise ConfigError(
-            f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
+            f"{KEY}.name=vllm: {path} has no vLLM. Install it in a separate environment (docs/vllm.md) and set "
             f"{KEY}.python to the Python of that environment"
         )
     VLLM.check(found["version"], f"{KEY}.python: {path} has")

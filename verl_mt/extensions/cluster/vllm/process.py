@@ -1,5 +1,5 @@
-"""vLLM in a process of its own: this file is all that runs there, with the interpreter that has vLLM. Servers of the
-user's load it too (`ServerWorker`).
+"""vLLM in a separate process: only this file runs there, with the interpreter that has vLLM. The user's servers load
+it too (`ServerWorker`).
 
 `python process.py FD` imports vLLM and the standard library, nothing of verl_mt. FD is one end of a socket pair. The
 first frame holds vLLM's arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and
@@ -143,7 +143,7 @@ class Transfer(WeightTransferEngine[Group, Weights]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Weights) -> None:
-        """Copies out of the memory: vLLM keeps what it is given until a layer is complete."""
+        """Copies out of the memory: vLLM keeps the tensors that it gets until a layer is complete."""
         if not update_info.path:
             self._load(self._broadcast(update_info.entries))
             return

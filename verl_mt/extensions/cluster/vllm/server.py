@@ -1,4 +1,4 @@
-"""A running vLLM server, as seen from the rollout's event loop: vLLM's own HTTP calls, and one worker class of ours."""
+"""A running vLLM server, as seen from the rollout's event loop: vLLM's own HTTP calls, and a worker class."""
 
 from __future__ import annotations
 
