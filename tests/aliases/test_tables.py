@@ -150,7 +150,7 @@ def test_a_command_in_our_own_names_reads_no_table():
     # Of keys, or checks of some.
     owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "fast_update", "inspection", "toolbox")
     declared = ["", *(f".{name}{part}" for name in owners for part in ("", ".config"))]
-    declared[3:3] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
+    declared[4:4] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
     assert done.stdout.strip() == str([f"verl_mt.extensions{name}" for name in declared])
 
 

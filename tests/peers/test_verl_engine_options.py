@@ -7,7 +7,10 @@ time with `rollout.name=vllm` in them, as a user of vLLM writes them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -118,7 +121,7 @@ def silent(theirs: dict[str, Any], config: Config, listed: str) -> dict[str, Any
 
 
 def resolved(text: str, revision: str, script: str, folder: Path) -> tuple[dict[str, Any], Config, str]:
-    """verl's options of a script, our configuration of what `migrate` makes of it, and the report."""
+    """verl's options of a script, our configuration of what `migrate` makes of it, and what both list."""
     root = conformance.peer("verl", revision)
     place = folder / Path(script).name
     place.write_text(text)
@@ -129,7 +132,11 @@ def resolved(text: str, revision: str, script: str, folder: Path) -> tuple[dict[
     file = conformance.peer("verl", revision, f"{EXAMPLES}/{script}")
     found = migrate(text, file)
     assert found.refused == []
-    return theirs, we_resolve(found.command(), root, folder / "ours", outside), report(found)
+    printed = io.StringIO()
+    importlib.import_module("verl_mt.config.compose")._SAID.clear()  # each line is printed once in a process
+    with contextlib.redirect_stderr(printed):  # of the YAML file, which `migrate` leaves as it is
+        config = we_resolve(found.command(), root, folder / "ours", outside)
+    return theirs, config, report(found) + "".join(f"\n# {line}" for line in printed.getvalue().splitlines())
 
 
 def test_there_are_scripts_of_vllm():

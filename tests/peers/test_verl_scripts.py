@@ -258,7 +258,7 @@ def test_a_placeholder_for_a_servers_address_is_named(revision):
         ("trainer.rollout_data_dir=/tmp/x", "rollouts/ of the run directory"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=['model']", "everything that a resumed run needs"),
         ("ray_init.num_cpus=16", "start Ray as you need it"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", "it is vLLM's"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True", "only vllm has these"),
         ("actor_rollout_ref.model.use_fused_kernels=True", "transformers' own kernels"),
         ("actor_rollout_ref.ref.fsdp_config.fsdp_size=2", "spread as the actor is"),
         ("actor_rollout_ref.rollout.max_num_batched_tokens=9000", "only speed depends on it"),
@@ -266,7 +266,8 @@ def test_a_placeholder_for_a_servers_address_is_named(revision):
     ],
 )
 def test_what_nothing_that_is_learned_depends_on_does_not_make_a_script_fail(word, left_out):
-    found = migrate(f'{WITHOUT_YAML}algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "{word}"')
+    engine = "actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.n=4"
+    found = migrate(f'{WITHOUT_YAML}algorithm.adv_estimator=grpo {engine} "{word}"')
     assert found.refused == found.changed == []
     assert any(left_out in line for line in found.dropped), found.dropped
 
