@@ -1,17 +1,18 @@
 """GRPO with a tool: a training step of verl_mt against one of TRL's GRPOTrainer, in one process, on the same work.
 
     pip install "trl==1.16.0" -c constraints.txt      # only for this benchmark
-    python benchmarks/peers/trl_grpo.py [--threads 1] [--steps 8]
+    python benchmarks/peers/trl_grpo.py [--sizes 4x8 16x8 64x8] [--threads 1 2] [--steps 8]
     python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16] [--learning-rate 1e-6]    # of a real size,
         # whose template writes Qwen's form of calls; a rate that suits the shipped model would drive it apart
 
-The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A.
+The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A. With several
+sizes or numbers of threads each has its own process, one after the other, and a table in Markdown comes last.
 
 The same for both: checkpoint (verl_mt://tiny, float32), prompts in the same order (their token ids are compared in
-every step), 16 prompts x 8 samples, T = 1, at most 128 tokens after the prompt (tool tokens included), at
-most 3 rounds of the same calculator, the same scorer, one optimizer step per batch over every sampled token (groups
-without variance too), token-mean loss, clip 0.2, no KL, AdamW with the same constant learning rate, gradient norm 1,
-as many threads. Neither logs, saves nor validates.
+every step), 16 prompts x 8 samples (`--sizes 16x8`), T = 1, at most 128 tokens after the prompt (tool tokens
+included), at most 3 rounds of the same calculator, the same scorer, one optimizer step per batch over every sampled
+token (groups without variance too), token-mean loss, clip 0.2, no KL, AdamW with the same constant learning rate,
+gradient norm 1, as many threads. Neither logs, saves nor validates.
 
 The two take turns, one step each, so that a busy machine hurts both alike; the first step of each is not timed. CPU
 seconds are shown beside: they depend less on what else runs. "rollout" is everything from the rows to scored samples:
@@ -28,9 +29,12 @@ what was wrong and goes on. The counts of trained tokens show how little this is
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import platform
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -116,7 +120,7 @@ class VerlMtSide:
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": MAX_ASSISTANT_TURNS,
             "trainer.default_local_dir": folder,
             "trainer.device": "cpu",
-            "trainer.num_threads": args.threads or "null",
+            "trainer.num_threads": args.threads[0],
             "trainer.logger": "[]",
             "trainer.rollout_rows": False,
             "trainer.val_before_train": False,
@@ -326,22 +330,55 @@ def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> No
         table.add_row(name, *cells, f"{theirs_median / ours_median:.2f}" if ours_median else "")
     console.print(table)
     sides = {"verl_mt": ours, "TRL": theirs}
-    write_rows(
-        args.out,
-        [{"side": side, "step": k} | vars(step) for side, steps in sides.items() for k, step in enumerate(steps)],
-    )
+    setting = {"size": args.sizes[0], "threads": torch.get_num_threads()}
+    steps = [(side, number, step) for side, made in sides.items() for number, step in enumerate(made)]
+    write_rows(args.out, [setting | {"side": side, "step": number} | vars(step) for side, number, step in steps])
     totals = [sum(step.trained_tokens for step in side) for side in (ours, theirs)]
     print(f"trained tokens in all: verl_mt {totals[0]}, TRL {totals[1]}")
     a, b = (median(step.wall_s for step in side) for side in (ours, theirs))
     print(f"GRPO step: verl_mt {a:.2f} s, TRL {b:.2f} s, ratio {b / a:.2f}")
 
 
+def run_each(args: argparse.Namespace, folder: Path) -> None:
+    """Each size and number of threads in a process, then one table, and one file of all rows."""
+    lists = {"sizes", "threads", "out"}
+    flags = {name: value for name, value in vars(args).items() if name not in lists and value not in (None, False)}
+    words = [w for name, value in flags.items() for w in (f"--{name.replace('_', '-')}", value) if w is not True]
+    rows: list[dict[str, Any]] = []
+    for threads in args.threads:
+        for size in args.sizes:
+            out = folder / f"{size}-{threads}.json"
+            one = ("--sizes", size, "--threads", threads, "--out", out)
+            command = [sys.executable, __file__, *map(str, (*words, *one))]
+            print(f"{size}, {threads} thread(s)", file=sys.stderr, flush=True)
+            if (status := subprocess.run(command).returncode) != 0:
+                raise SystemExit(status)
+            rows += json.loads(out.read_bytes())["rows"]
+            write_rows(args.out, rows)  # a run that is ended has its rows
+    print_table(rows)
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Medians per step as Markdown, a line for each size and number of threads."""
+    cost = "CPU s: verl_mt, TRL | ratio | wall s: verl_mt, TRL | ratio | rollout | the rest"
+    print(f"| prompts x samples | threads | {cost} |")
+    print("|---|---|---|---|---|---|---|---|")
+    for size, threads in dict.fromkeys((row["size"], row["threads"]) for row in rows):
+        found = [row for row in rows if (row["size"], row["threads"]) == (size, threads)]
+        cells = [size, str(threads)]
+        rest = [{**row, "rest_s": row["wall_s"] - row["rollout_s"]} for row in found]
+        for name in ("cpu_s", "wall_s", "rollout_s", "rest_s"):
+            ours, theirs = (median(row[name] for row in rest if row["side"] == side) for side in ("verl_mt", "TRL"))
+            cells += [f"{ours:.2f}, {theirs:.2f}"] if name in ("cpu_s", "wall_s") else []
+            cells.append(f"{theirs / ours:.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each side")
-    parser.add_argument("--threads", type=int, help="of torch, for both; default: all idle cores, at most 4")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--generations", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="of torch, for both")
+    parser.add_argument("--sizes", nargs="+", default=["16x8"], metavar="PxN", help="prompts and samples of each")
     parser.add_argument("--response-length", type=int, default=128, help="tokens after the prompt")
     parser.add_argument("--model", default=TINY_MODEL, help="a folder; its template shows tools and renders calls")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights, for both")
@@ -354,11 +391,17 @@ def parse_arguments() -> argparse.Namespace:
     trl_mode.add_argument("--continuous-batching", action="store_true", help="generate_batch instead of generate")
     add_out(parser)
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps: at least 1, got {args.steps}")
+    for size in args.sizes:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
+            parser.error(f"--sizes {size}: write prompts and samples, for example 16x8")
+    if len(args.sizes) * len(args.threads) > 1:
+        return args
+    args.prompts, args.generations = map(int, args.sizes[0].split("x"))
     args.micro_batch = min(args.micro_batch, args.prompts * args.generations)
     if args.prompts * args.generations % args.micro_batch:
         parser.error(f"--micro-batch {args.micro_batch} does not divide {args.prompts * args.generations} sequences")
-    if args.steps < 1:
-        parser.error(f"--steps: at least 1, got {args.steps}")
     return args
 
 
@@ -368,6 +411,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("verl_mt").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
+        if len(args.sizes) * len(args.threads) > 1:
+            run_each(args, Path(folder))
+            return
         try:
             ours, theirs = run(args, Path(folder))
         except VerlMTError as error:

@@ -147,7 +147,8 @@ def test_a_command_in_our_own_names_reads_no_table():
         [sys.executable, "-c", text + "; print([m for m in sys.modules if 'extensions' in m])"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "inspection", "toolbox")  # of keys, or checks of some
+    # Of keys, or checks of some.
+    owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "fast_update", "inspection", "toolbox")
     declared = ["", *(f".{name}{part}" for name in owners for part in ("", ".config"))]
     declared[4:4] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
     assert done.stdout.strip() == str([f"verl_mt.extensions{name}" for name in declared])

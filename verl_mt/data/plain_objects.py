@@ -48,6 +48,7 @@ _TEXTS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 """Type -> how it is written and read: what cells of a parquet file are, besides numbers and texts."""
 _TEXT_READERS = {cls.__name__: read for cls, (_, read) in _TEXTS.items()}
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
+_PLAIN = {type(None), bool, int, float, str}
 _LONG = 64
 """Shortest list of numbers that becomes a tensor: `weights_only=True` reads lists item by item."""
 
@@ -61,7 +62,7 @@ def to_plain(value: Any, at: str = "") -> Any:
     Raises:
         DataError: an object that has no plain form; names its place and type.
     """
-    if value is None or isinstance(value, bool | torch.Tensor | bytes):
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor | bytes):
         return value
     if (name := type(value).__qualname__) in _CLASSES and type(value) is _CLASSES[name]:
         if isinstance(value, enum.Enum):
@@ -145,8 +146,8 @@ def _numbers(values: list[Any]) -> dict[str, Any] | None:
         return None
     if type(values[0]) is int and not (min(values) >= -(2**63) and max(values) < 2**63):
         return None
-    dtype = torch.int64 if type(values[0]) is int else torch.float64
-    return {_KIND: "numbers", _VALUE: torch.tensor(values, dtype=dtype)}
+    dtype = np.int64 if type(values[0]) is int else np.float64
+    return {_KIND: "numbers", _VALUE: torch.from_numpy(np.array(values, dtype=dtype))}
 
 
 @functools.cache

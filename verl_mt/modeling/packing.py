@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -144,22 +145,26 @@ class PackedRows:
         self.input_ids_1T = torch.from_numpy(packed).to(device)[None]
         self.position_ids_1T = torch.from_numpy(where).to(device)[None]
         self.wanted_N = torch.from_numpy(place_BT[rows, positions]).to(device)
-        self._place_BT = place_BT
+        self._place_BT, self._starts = place_BT, starts
         self._varlen: tuple[Tensor | None, Tensor, Tensor, int, int] | None = None
-        self._groups: list[_Group] = []
-        order = np.zeros(len(packed), dtype=np.int64)
-        filled = 0
+
+    @cached_property
+    def _groups(self) -> tuple[list[_Group], Tensor | None]:
+        """Those of `attend`, and where each token is in what they give; None = in order."""
+        device, num_tokens = self.input_ids_1T.device, self.input_ids_1T.shape[1]
+        groups: list[_Group] = []
+        order, filled = np.zeros(num_tokens, dtype=np.int64), 0
         for members in _alike(self.segments):
-            group, own = _group([self.segments[i] for i in members], starts[members], place_BT, device)
-            self._groups.append(group)
+            group, own = _group([self.segments[i] for i in members], self._starts[members], self._place_BT, device)
+            groups.append(group)
             for number, i in enumerate(members):
                 size = self.segments[i].end - self.segments[i].start
                 first = filled + number * own[1] + own[0][number]
-                order[starts[i] : starts[i] + size] = first + np.arange(size)
+                order[self._starts[i] : self._starts[i] + size] = first + np.arange(size)
             filled += len(members) * own[1]
         # Groups attend in an order of their own; one gather puts their outputs back, and most often none is needed.
-        in_order = filled == len(packed) and bool((order == np.arange(filled)).all())
-        self._order_T = None if in_order else torch.from_numpy(order).to(device)
+        in_order = filled == num_tokens and bool((order == np.arange(filled)).all())
+        return groups, None if in_order else torch.from_numpy(order).to(device)
 
     def arguments(self) -> dict[str, Any]:
         """Of the model's forward pass."""
@@ -195,7 +200,9 @@ class PackedRows:
             key, value = key.index_select(1, which), value.index_select(1, which)
         return self.sequence.to_tokens(attend(query, key, value, *options), heads)
 
-    def attend_flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+    def attend_flash(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, *, kernel: Any = None
+    ) -> Tensor:
         """`attend` with one call of flash attention's kernel for rows of many lengths (Dao 2023, arXiv:2307.08691).
 
         Its causal mask is aligned at the end: the last query sees all keys. So a segment's queries are its own tokens,
@@ -212,13 +219,14 @@ class PackedRows:
         index, starts_q, starts_k, most_q, most_k = self._varlen
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
-        lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
-        return _flash_kernel()(q, k, v, **lengths, dropout_p=dropout, softmax_scale=scale, causal=True).unsqueeze(0)
+        spans = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        return (kernel or _flash_kernel())(q, k, v, **spans, dropout_p=dropout, softmax_scale=scale, causal=True)[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """query [1, H, T, D], key and value [1, their heads, T, D] -> [1, T, H, D]."""
         pieces = []
-        for group in self._groups:
+        groups, order_T = self._groups
+        for group in groups:
             k_bHKD, v_bHKD = _take(key, group.key), _take(value, group.key)
             flash = group.mask is None and query.dtype != torch.float32
             if not flash and query.device.type in GQA_BY_FLASH_ALONE:
@@ -235,8 +243,8 @@ class PackedRows:
             )
             pieces.append(out_bHSD.transpose(1, 2).flatten(0, 1))
         out_THD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        if self._order_T is not None:
-            out_THD = out_THD.index_select(0, self._order_T)
+        if order_T is not None:
+            out_THD = out_THD.index_select(0, order_T)
         return out_THD.unsqueeze(0)
 
 
@@ -312,7 +320,7 @@ def packed_attention(
     rows: PackedRows | None = kwargs.pop("packed_rows", None)
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return rows.exchanged(rows.attend, query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend, query, key, value, *checked(module, kwargs)), None
 
 
 def packed_flash_attention(
@@ -327,10 +335,10 @@ def packed_flash_attention(
             return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
         finally:
             config._attn_implementation = FLASH_NAME
-    return rows.exchanged(rows.attend_flash, query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend_flash, query, key, value, *checked(module, kwargs)), None
 
 
-def _checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:
+def checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:
     """(scale, dropout)"""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:

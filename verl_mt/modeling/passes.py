@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,15 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling import packing
+from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.sequence_parallel import Own, SequenceGroup
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "verl_mt_passes"
+
+PackedPass = Callable[[Any, Any, packing.PackedRows], Tensor | None]
+"""(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None = the decoder itself computes them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Passes:
     """What rows have in common goes through once."""
     sequence: SequenceGroup | None = None
     """The ranks that have a part of each packed sequence."""
+    packed_pass: PackedPass = lambda *_: None
+    """Computes packed rows in place of the decoder's own pass."""
+    head: Callable[..., tuple[Tensor, Tensor | None]] = head_log_probs
+    """Log-probs behind the model's head, as `head_log_probs`; without entropies if they are a metric only."""
 
 
 PLAIN = Passes(packed=False, share_prefixes=False)
@@ -109,6 +117,8 @@ def hidden_of_padded(
     passes = passes_of(model)
     if passes.packed:
         rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes, sequence=passes.sequence)
+        if (found := passes.packed_pass(model, base, rows)) is not None:
+            return found, None
         places, own = rows.wanted()
         return base(**rows.arguments()).last_hidden_state[0, places], own
     if passes.share_prefixes and can_share_prefixes(model, base):

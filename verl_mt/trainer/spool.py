@@ -6,6 +6,7 @@ directory goes on under the configuration that it was begun with, so that its re
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 from collections.abc import Iterable, Mapping, Set
@@ -70,7 +71,10 @@ class GroupSpool:
         unfinished = temporary(path)
         try:
             asked = _asked(plan, plan.prompt_of[group.prompt_id])
-            content = pack({"group": replace(group, sealed=None), "asked": asked})
+            members = [copy.copy(trajectory) for trajectory in group.trajectories]
+            for trajectory in members:  # its times are of this process's clock
+                trajectory.time_spans = []
+            content = pack({"group": replace(group, trajectories=members, sealed=None), "asked": asked})
             self._folder.mkdir(exist_ok=True)
             # Whole or not at all for a process that is killed. That it outlives the machine's power is not worth a
             # wait for the disk: what cannot be read is sampled again.
@@ -83,14 +87,11 @@ class GroupSpool:
             self._cannot = True
 
     def take(self, plan: RolloutPlan) -> list[TrajectoryGroup]:
-        """The groups of a plan that were finished before the run was killed. Their times are gone: they were of another
-        process's clock."""
+        """The groups of a plan that were finished before the run was killed, without their times."""
         found = []
         for place, prompt in plan.placed:
             kept = self._ready.pop(plan.prompt_id(place), None)
             if kept is not None and kept.asked == _asked(plan, prompt):
-                for trajectory in kept.group.trajectories:
-                    trajectory.time_spans = []
                 found.append(kept.group)
         return found
 

@@ -82,6 +82,15 @@ class RolloutKeys(Section):
         when=OTHER_ENGINE,
     )
 
+    lora_updates: str = option(
+        "auto",
+        "What engines get of a policy with low-rank adapters at each update: adapters = A and B alone, beside base "
+        "weights that the engine reads once; merged = all weights, W + s B A; auto = adapters where the engine takes "
+        "them.",
+        choices=("auto", "adapters", "merged"),
+        when=OTHER_ENGINE & is_set("actor_rollout_ref.model.lora_rank"),
+    )
+
     @property
     def placed(self) -> str:
         """`placement`, or what the other keys say where it is null."""

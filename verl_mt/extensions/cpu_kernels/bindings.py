@@ -27,6 +27,14 @@ _SIGNATURES = {
     "draw": [_P] * 3 + [_I] * 2 + [_P] * 2 + [_T],
 }
 
+_TRAINING = {
+    "norm_back": [_P] * 5 + [_I] * 2 + [_F, _T],
+    "silu_multiply_back": [_P] * 3 + [_I] * 2 + [_T],
+    "rotate": [_P] * 7 + [_I] * 4 + [_F, _T],
+    "rotate_back": [_P] * 9 + [_I] * 4 + [_F, _T],
+    "tree_attend": [_P] * 5 + [_I] * 4 + [_F] + [_P] * 4 + [_I] + [_P] * 2 + [_I] * 2 + [_T],
+}
+
 
 @dataclass
 class Places:
@@ -163,3 +171,129 @@ class Library:
             log_probs.ctypes.data, torch.get_num_threads(),
         )  # fmt: skip
         return ids, log_probs
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@dataclass
+class Tree:
+    """The segments of packed rows, each behind those on its way to the root; see `modeling.packing`."""
+
+    begins: np.ndarray
+    """[segments] int64, in the packed sequence."""
+    parents: np.ndarray
+    """[segments] int64: the segment that each follows, an earlier one; -1 = none."""
+
+
+class TrainingLibrary(Library):
+    """The kernels of a decoder layer over T packed tokens, and their derivatives, in float32.
+
+    Args:
+        built: the compiled kernels.
+    """
+
+    def __init__(self, built: Built):
+        super().__init__(built, torch.float32)
+        for name, arguments in _TRAINING.items():
+            self._call[name] = getattr(built.code, f"verl_mt_{name}")
+            self._call[name].argtypes = arguments
+
+    def norm_back(
+        self, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, to: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Derivatives of `norm`: by `x` [N, C], added to `to`; by the weight [C], returned."""
+        of_weight = torch.empty_like(weight)
+        self._call["norm_back"](
+            x.data_ptr(), weight.data_ptr(), grad.data_ptr(), to.data_ptr(), of_weight.data_ptr(), *x.shape, eps,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return of_weight
+
+    def silu_multiply_back(self, both: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The derivative of `silu_multiply` by `both` [N, 2 * I], of `grad` [N, I]."""
+        out = torch.empty_like(both)
+        self._call["silu_multiply_back"](
+            both.data_ptr(), grad.data_ptr(), out.data_ptr(), *grad.shape, torch.get_num_threads()
+        )
+        return out
+
+    def rotate(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """Norm and rotary embedding of the queries and keys in `qkv` [T, (H + 2 K) * D], into `q` [T, H, D] and `k`
+        [T, K, D]; `angles` are cosine and sine of each token, [T, D] each."""
+        self._call["rotate"](
+            qkv.data_ptr(), *map(_address, (*norms, *angles)), q.data_ptr(), k.data_ptr(), *q.shape[:2], *k.shape[1:],
+            eps, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def rotate_back(
+        self,
+        qkv: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        grads: tuple[torch.Tensor, torch.Tensor],
+        to: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """Derivatives of `rotate`, of those by `q` and `k` in `grads`: by queries and keys, written to `to` (as `qkv`);
+        by the norms' weights [2, D], returned."""
+        of_norms = qkv.new_empty(2, grads[0].shape[2])
+        self._call["rotate_back"](
+            qkv.data_ptr(), *map(_address, (*norms, *angles, *grads)), to.data_ptr(), of_norms.data_ptr(),
+            *grads[0].shape[:2], *grads[1].shape[1:], eps, torch.get_num_threads(),
+        )  # fmt: skip
+        return of_norms
+
+    def tree_attend(
+        self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tree: Tree, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `q` [T, H, D] to `k` [T, K, D] and `v` [T, K * D], which may be a part of wider rows.
+
+        Returns:
+            [T, H * D], and the log of the sum of each query's exponentials [T, H].
+        """
+        q = qkv[0]
+        out, log_sums = q.new_empty(len(q), q.shape[1] * q.shape[2]), q.new_empty(q.shape[:2])
+        self._tree(qkv, (out, log_sums), tree, scale, (None, None, None, None), 0)
+        return out, log_sums
+
+    def tree_attend_back(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        made: tuple[torch.Tensor, torch.Tensor],
+        tree: Tree,
+        scale: float,
+        grad: torch.Tensor,
+        of_v: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Derivatives of `tree_attend`, which made `made`, of `grad` [T, H * D]: by `q` and `k`, returned; by `v`,
+        written to `of_v`, which may be a part of wider rows."""
+        of_q, of_k = torch.empty_like(qkv[0]), torch.zeros_like(qkv[1])
+        of_v.zero_()
+        self._tree(qkv, made, tree, scale, (grad, of_q, of_k, of_v), of_v.stride(0))
+        return of_q, of_k
+
+    def _tree(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        made: tuple[torch.Tensor, torch.Tensor],
+        tree: Tree,
+        scale: float,
+        grads: tuple[torch.Tensor | None, ...],
+        of_v_stride: int,
+    ) -> None:
+        q, k, v = qkv
+        self._call["tree_attend"](
+            *map(_address, (*qkv, *made)), q.shape[1], k.shape[1], q.shape[2], v.stride(0), scale,
+            *map(_address, grads), of_v_stride, tree.begins.ctypes.data, tree.parents.ctypes.data, len(tree.begins),
+            len(q), torch.get_num_threads(),
+        )  # fmt: skip

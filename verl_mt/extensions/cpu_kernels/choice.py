@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,8 @@ from verl_mt.errors import ConfigError
 from verl_mt.extensions.cpu_kernels.build import KernelsError, build
 from verl_mt.extensions.cpu_kernels.config import RolloutKeys
 from verl_mt.extensions.cpu_kernels.forward import CompiledForward, why_not
+from verl_mt.extensions.cpu_kernels.update import compiled_pass
+from verl_mt.modeling.passes import passes_of, use_passes
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,9 @@ def local_forward(setup: EngineSetup) -> Callable[[torch.nn.Module, int], Packed
     reason = why_not(module)
     try:
         if reason is None:
-            return partial(CompiledForward, built=build())
+            built = build()
+            use_passes(module, replace(passes_of(module), packed_pass=compiled_pass(built)))
+            return partial(CompiledForward, built=built)
     except KernelsError as error:
         reason = str(error)
     if rollout.kernels == "compiled":

@@ -19,6 +19,9 @@ from verl_mt.extensions.cpu_kernels.build import Built, KernelsError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of transformers whose layers are as `_Layer` computes them."""
+SMALL_WEIGHTS = 1 << 18
+"""Numbers in the largest weight of a model whose passes run on one thread: their products take less time than a second
+thread takes to start, and the other cores are free for tools, tokenization and the sanity check."""
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the length of the sequence."""
 
@@ -145,6 +148,7 @@ class CompiledForward(PackedForward):
         self._embedding, self._final_norm = module.model.embed_tokens.weight, module.model.norm.weight
         self._library = Library(self._built, self._embedding.dtype)
         self._head = module.lm_head.weight.t()
+        self._is_small = max(weight.numel() for weight in module.parameters()) <= SMALL_WEIGHTS
         self._layers = [_Layer(layer) for layer in module.model.layers]
         with torch.inference_mode():
             positions = torch.arange(self._max_model_len)[None]
@@ -157,6 +161,16 @@ class CompiledForward(PackedForward):
         Raises:
             KernelsError: the module was changed since the engine was made, and the kernels cannot compute it any more.
         """
+        threads = torch.get_num_threads()
+        if not self._is_small or threads == 1:
+            return self._compute(work, cache, ids)
+        torch.set_num_threads(1)  # of this thread
+        try:
+            return self._compute(work, cache, ids)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
         if self._where() != self._pointers:
             if (reason := why_not(self.module)) is not None:
                 raise KernelsError(f"the model was changed while it was sampled from: {reason}")

@@ -318,6 +318,270 @@ template <class T> void rotate_and_write(const T* qkv, const T* q_weight, const 
   }
 }
 
+// Training: the parts of a decoder layer over packed rows, and their derivatives, in float
+
+// Sums over rows have a fixed order: of 64 rows first, then of these sums.
+const int64_t CHUNK_ROWS = 64;
+
+template <class Rows> void sum_rows(int64_t n, int64_t width, float* total, int threads, Rows rows) {
+  int64_t chunks = (n + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  std::vector<float> parts(chunks * width, 0.0f);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && chunks > 1)
+  for (int64_t c = 0; c < chunks; c++)
+    for (int64_t i = c * CHUNK_ROWS; i < std::min(n, (c + 1) * CHUNK_ROWS); i++) rows(i, parts.data() + c * width);
+  std::fill(total, total + width, 0.0f);
+  for (int64_t c = 0; c < chunks; c++) for (int64_t j = 0; j < width; j++) total[j] += parts[c * width + j];
+}
+
+// The derivative of a norm by its input, and by its weight (added to `dw`). `add`: what is in `dx` is added to it.
+template <bool add> inline void norm_back(const float* x, const float* w, const float* g, float* dx, float* dw, int64_t C,
+                                          float eps) {
+  float r = inverse_norm(x, C, eps);
+  v16 dot = {};
+  for (int64_t c = 0; c < C; c += 16) {
+    v16 a = load_some(x + c, C - c), b = load_some(g + c, C - c);
+    dot += a * b * load_some(w + c, C - c);
+    store_some(dw + c, load_some(dw + c, C - c) + a * b * r, C - c);
+  }
+  float s = sum(dot) * r * r * r / (float)C;
+  for (int64_t c = 0; c < C; c += 16) {
+    v16 y = load_some(g + c, C - c) * load_some(w + c, C - c) * r - load_some(x + c, C - c) * s;
+    store_some(dx + c, add ? y + load_some(dx + c, C - c) : y, C - c);
+  }
+}
+
+void silu_multiply_back(const float* both, const float* g, float* dboth, int64_t n, int64_t I, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && n * I > SMALL)
+  for (int64_t i = 0; i < n; i++)
+    for (int64_t c = 0; c < I; c += 16) {
+      v16 x = load_some(both + i * 2 * I + c, I - c), up = load_some(both + i * 2 * I + I + c, I - c);
+      v16 of = load_some(g + i * I + c, I - c), below = larger(x, v16{} - 87.0f);
+      v16 s = 1.0f / (1.0f + exponential(below < 87.0f ? v16{} - below : v16{} - 87.0f));
+      store_some(dboth + i * 2 * I + c, of * up * s * (1.0f + x * (1.0f - s)), I - c);
+      store_some(dboth + i * 2 * I + I + c, of * x * s, I - c);
+    }
+}
+
+// Queries [T, H, D] and keys [T, K, D] of qkv [T, (H + 2 K) * D], with their norm and rotary embedding.
+void rotate(const float* qkv, const float* q_weight, const float* k_weight, const float* cosine, const float* sine,
+            float* q, float* k, int64_t T, int64_t H, int64_t K, int64_t D, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T * (H + K) * D > SMALL)
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t h = 0; h < H + K; h++) {
+      const float *x = qkv + (t * (H + 2 * K) + h) * D, *w = h < H ? q_weight : k_weight;
+      float *y = h < H ? q + (t * H + h) * D : k + (t * K + h - H) * D, r = w ? inverse_norm(x, D, eps) : 1.0f;
+      float a[128];  // the largest D
+      for (int64_t d = 0; d < D; d++) a[d] = w ? w[d] * (x[d] * r) : x[d];
+      const float *c = cosine + t * D, *s = sine + t * D;
+      for (int64_t d = 0; d < D / 2; d++) {
+        y[d] = a[d] * c[d] - a[d + D / 2] * s[d];
+        y[d + D / 2] = a[d + D / 2] * c[d + D / 2] + a[d] * s[d + D / 2];
+      }
+    }
+}
+
+// Its derivative: dqkv of all but the values, and `dw` [2, D] of the two norms.
+void rotate_back(const float* qkv, const float* q_weight, const float* k_weight, const float* cosine, const float* sine,
+                 const float* dq, const float* dk, float* dqkv, float* dw, int64_t T, int64_t H, int64_t K, int64_t D,
+                 float eps, int threads) {
+  sum_rows(T, 2 * D, dw, threads, [=](int64_t t, float* part) {
+    const float *c = cosine + t * D, *s = sine + t * D;
+    for (int64_t h = 0; h < H + K; h++) {
+      int64_t at = (t * (H + 2 * K) + h) * D;
+      const float *g = h < H ? dq + (t * H + h) * D : dk + (t * K + h - H) * D, *w = h < H ? q_weight : k_weight;
+      float a[128];
+      for (int64_t d = 0; d < D / 2; d++) {
+        a[d] = g[d] * c[d] + g[d + D / 2] * s[d + D / 2];
+        a[d + D / 2] = g[d + D / 2] * c[d + D / 2] - g[d] * s[d];
+      }
+      if (w) norm_back<false>(qkv + at, w, a, dqkv + at, part + (h < H ? 0 : D), D, eps);
+      else memcpy(dqkv + at, a, D * sizeof(float));
+    }
+  });
+}
+
+// Attention over a tree of segments: each token sees the segments on the way to the root, and its own up to itself.
+// 16 queries at once, one in each lane: the G heads of 16 / G tokens that read the same keys.
+struct Run { int64_t begin, end; };  // of packed tokens
+
+struct TreeBlock {
+  std::vector<Run> seen;  // the last run is the block's own segment, up to its last token
+  int64_t first, end, count;  // tokens; count of the positions that are seen
+};
+
+std::vector<TreeBlock> tree_blocks(const int64_t* begins, const int64_t* parents, int64_t segments, int64_t T, int64_t G) {
+  std::vector<TreeBlock> blocks;
+  int64_t most = std::max<int64_t>(1, 16 / G);
+  for (int64_t s = 0; s < segments; s++) {
+    int64_t end = s + 1 < segments ? begins[s + 1] : T, before = 0;
+    std::vector<Run> way;
+    for (int64_t p = parents[s]; p >= 0; p = parents[p]) {
+      way.push_back({begins[p], p + 1 < segments ? begins[p + 1] : T});
+      before += way.back().end - way.back().begin;
+    }
+    for (int64_t t = begins[s]; t < end; t += most) {
+      int64_t last = std::min(end, t + most);
+      blocks.push_back({way, t, last, before + last - begins[s]});
+      blocks.back().seen.push_back({begins[s], last});
+    }
+  }
+  return blocks;
+}
+
+template <int D> struct TreeAttention {
+  static constexpr int V = D / 16;
+  const float *q, *k, *v; float *out, *log_sums; int64_t H, K, v_stride; float scale;
+  const float* d_out; float *dq, *dk, *dv; int64_t dv_stride;
+
+  int64_t G() const { return H / K; }
+  int64_t lanes_of(const TreeBlock& b) const { return (b.end - b.first) * G(); }
+  int64_t row(const TreeBlock& b, int64_t h, int64_t lane) const { return (b.first + lane / G()) * H + h * G() + lane % G(); }
+
+  void transposed(const TreeBlock& b, int64_t h, const float* x, float factor, float (*into)[16]) const {
+    for (int64_t lane = 0; lane < 16; lane++) {
+      bool used = lane < lanes_of(b);
+      const float* from = x + (used ? row(b, h, lane) : 0) * D;
+      for (int d = 0; d < D; d++) into[d][lane] = used ? from[d] * factor : 0.0f;
+    }
+  }
+
+  // into[p] = the products of the queries with the vector of each position that is seen.
+  void products(const TreeBlock& b, const float (*Q)[16], const float* x, int64_t stride, float* into) const {
+    for (const Run& run : b.seen) {
+      int64_t p = run.begin;
+      for (; p + 8 <= run.end; p += 8, into += 8 * 16) {
+        const float* from = x + p * stride;
+        v16 a[8] = {};
+        for (int d = 0; d < D; d++) {
+          v16 query = load(Q[d]);
+          for (int j = 0; j < 8; j++) a[j] += query * from[j * stride + d];
+        }
+        for (int j = 0; j < 8; j++) store(into + 16 * j, a[j]);
+      }
+      for (; p < run.end; p++, into += 16) {
+        v16 a = {}, c = {};
+        for (int d = 0; d < D; d += 2) { a += load(Q[d]) * x[p * stride + d]; c += load(Q[d + 1]) * x[p * stride + d + 1]; }
+        store(into, a + c);
+      }
+    }
+  }
+
+  // into[d] = the sum over the positions that are seen of their weight times their vector's element d.
+  void weighted(const TreeBlock& b, const float* weights, const float* x, int64_t stride, v16* into) const {
+    for (int d0 = 0; d0 < D; d0 += 16) {
+      v16 a[16] = {};
+      const float* w = weights;
+      for (const Run& run : b.seen)
+        for (int64_t p = run.begin; p < run.end; p++, w += 16) {
+          v16 weight = load(w);
+          const float* from = x + p * stride + d0;
+          for (int d = 0; d < 16; d++) a[d] += weight * from[d];
+        }
+      for (int d = 0; d < 16; d++) into[d0 + d] = a[d];
+    }
+  }
+
+  // To each position that is seen, add its weights times the rows [16, D].
+  void spread(const TreeBlock& b, const float* weights, const float (*rows)[D], float* to, int64_t stride) const {
+    int64_t used = lanes_of(b);
+    for (const Run& run : b.seen) {
+      int64_t p = run.begin;
+      for (; p + 4 <= run.end; p += 4, weights += 64) {
+        v16 a[4][V];
+        for (int j = 0; j < 4; j++) for (int i = 0; i < V; i++) a[j][i] = load(to + (p + j) * stride + 16 * i);
+        for (int64_t lane = 0; lane < used; lane++)
+          for (int i = 0; i < V; i++) {
+            v16 x = load(rows[lane] + 16 * i);
+            for (int j = 0; j < 4; j++) a[j][i] += weights[16 * j + lane] * x;
+          }
+        for (int j = 0; j < 4; j++) for (int i = 0; i < V; i++) store(to + (p + j) * stride + 16 * i, a[j][i]);
+      }
+      for (; p < run.end; p++, weights += 16)
+        for (int i = 0; i < V; i++) {
+          v16 a = load(to + p * stride + 16 * i);
+          for (int64_t lane = 0; lane < used; lane++) a += weights[lane] * load(rows[lane] + 16 * i);
+          store(to + p * stride + 16 * i, a);
+        }
+    }
+  }
+
+  // A token sees nothing behind itself.
+  void mask(const TreeBlock& b, float* scores, float hidden) const {
+    for (int64_t t = b.first + 1; t < b.end; t++)
+      for (int64_t lane = 0; lane < (t - b.first) * G(); lane++) scores[(b.count - (b.end - t)) * 16 + lane] = hidden;
+  }
+
+  void forward(const TreeBlock& b, int64_t h, Scratch& scratch) const {
+    alignas(64) float Q[D][16];
+    float* S = scratch.of(b.count * 16);
+    transposed(b, h, q, scale, Q);
+    products(b, Q, k + h * D, K * D, S);
+    mask(b, S, -1e30f);
+    v16 most = v16{} - 1e30f, total = {}, O[D];
+    for (int64_t p = 0; p < b.count; p++) most = larger(most, load(S + p * 16));
+    for (int64_t p = 0; p < b.count; p++) {
+      v16 x = exponential(load(S + p * 16) - most);
+      store(S + p * 16, x);
+      total += x;
+    }
+    weighted(b, S, v + h * D, v_stride, O);
+    for (int d = 0; d < D; d++) O[d] /= total;
+    for (int64_t lane = 0; lane < lanes_of(b); lane++) {
+      int64_t at = row(b, h, lane);
+      for (int d = 0; d < D; d++) out[at * D + d] = O[d][lane];
+      log_sums[at] = most[lane] + std::log(total[lane]);
+    }
+  }
+
+  void backward(const TreeBlock& b, int64_t h, Scratch& scratch) const {
+    alignas(64) float Q[D][16], dO[D][16], rows[16][D];
+    float *P = scratch.of(b.count * 32), *dS = P + b.count * 16;
+    v16 sums = {}, delta = {}, dQ[D];
+    transposed(b, h, q, scale, Q);
+    transposed(b, h, d_out, 1.0f, dO);
+    for (int64_t lane = 0; lane < lanes_of(b); lane++) {
+      const float *x = out + row(b, h, lane) * D, *g = d_out + row(b, h, lane) * D;
+      v16 a = {};
+      for (int i = 0; i < V; i++) a += load(x + 16 * i) * load(g + 16 * i);
+      sums[lane] = log_sums[row(b, h, lane)];
+      delta[lane] = sum(a);
+    }
+    products(b, Q, k + h * D, K * D, P);
+    mask(b, P, -1e30f);
+    products(b, dO, v + h * D, v_stride, dS);
+    for (int64_t p = 0; p < b.count; p++) {
+      v16 x = exponential(load(P + p * 16) - sums);
+      store(P + p * 16, x);
+      store(dS + p * 16, x * (load(dS + p * 16) - delta));
+    }
+    weighted(b, dS, k + h * D, K * D, dQ);
+    for (int64_t lane = 0; lane < lanes_of(b); lane++)
+      for (int d = 0; d < D; d++) dq[row(b, h, lane) * D + d] = dQ[d][lane] * scale;
+    for (int64_t lane = 0; lane < lanes_of(b); lane++) memcpy(rows[lane], d_out + row(b, h, lane) * D, sizeof rows[0]);
+    spread(b, P, rows, dv + h * D, dv_stride);
+    for (int64_t lane = 0; lane < lanes_of(b); lane++)
+      for (int d = 0; d < D; d++) rows[lane][d] = Q[d][lane];
+    spread(b, dS, rows, dk + h * D, K * D);
+  }
+};
+
+template <int D> void tree_attend(const TreeAttention<D>& a, const std::vector<TreeBlock>& blocks, int threads) {
+  int64_t count = blocks.size();
+  if (a.d_out) {  // blocks add to the same keys: a head is one thread's
+#pragma omp parallel for num_threads(threads) if (threads > 1 && a.K > 1)
+    for (int64_t h = 0; h < a.K; h++) {
+      Scratch scratch;
+      for (const TreeBlock& b : blocks) a.backward(b, h, scratch);
+    }
+    return;
+  }
+#pragma omp parallel for schedule(dynamic, 16) num_threads(threads) if (threads > 1 && count * a.K > 16)
+  for (int64_t i = 0; i < count * a.K; i++) {
+    static thread_local Scratch scratch;
+    a.forward(blocks[i % count], i / count, scratch);
+  }
+}
+
 // Sampling
 
 const int64_t BLOCK_TOKENS = 256;
@@ -436,6 +700,39 @@ int64_t verl_mt_plan(const int64_t* ids, int64_t width, const int64_t* rows, con
     t = end;
   }
   return count;
+}
+
+void verl_mt_norm_back(const float* x, const float* w, const float* g, float* dx, float* dw, int64_t n, int64_t C, float eps,
+                       int threads) {
+  sum_rows(n, C, dw, threads,
+           [=](int64_t i, float* part) { norm_back<true>(x + i * C, w, g + i * C, dx + i * C, part, C, eps); });
+}
+void verl_mt_silu_multiply_back(const float* both, const float* g, float* dboth, int64_t n, int64_t I, int threads) {
+  silu_multiply_back(both, g, dboth, n, I, threads);
+}
+void verl_mt_rotate(const float* qkv, const float* q_weight, const float* k_weight, const float* cosine, const float* sine,
+                    float* q, float* k, int64_t T, int64_t H, int64_t K, int64_t D, float eps, int threads) {
+  rotate(qkv, q_weight, k_weight, cosine, sine, q, k, T, H, K, D, eps, threads);
+}
+void verl_mt_rotate_back(const float* qkv, const float* q_weight, const float* k_weight, const float* cosine,
+                         const float* sine, const float* dq, const float* dk, float* dqkv, float* dw, int64_t T, int64_t H,
+                         int64_t K, int64_t D, float eps, int threads) {
+  rotate_back(qkv, q_weight, k_weight, cosine, sine, dq, dk, dqkv, dw, T, H, K, D, eps, threads);
+}
+
+// Attention of packed tokens over the tree of `segments`: where each begins, and which it follows (-1 = none). With
+// `d_out` the derivatives dq, and dk and dv, to which they are added.
+int verl_mt_tree_attend(const float* q, const float* k, const float* v, float* out, float* log_sums, int64_t H, int64_t K,
+                        int64_t D, int64_t v_stride, float scale, const float* d_out, float* dq, float* dk, float* dv,
+                        int64_t dv_stride, const int64_t* begins, const int64_t* parents, int64_t segments, int64_t T,
+                        int threads) {
+  std::vector<TreeBlock> blocks = tree_blocks(begins, parents, segments, T, H / K);
+#define CASE(N) \
+  case N: tree_attend(TreeAttention<N>{q, k, v, out, log_sums, H, K, v_stride, scale, d_out, dq, dk, dv, dv_stride}, \
+                      blocks, threads); return 0;
+  switch (D) { CASE(16) CASE(32) CASE(64) CASE(128) }
+#undef CASE
+  return 1;
 }
 
 #define FOR_TYPE(NAME, T) \

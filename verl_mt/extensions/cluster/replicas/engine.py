@@ -26,6 +26,7 @@ from verl_mt.engines.base import (
 )
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.adapters import AdapterPublisher
 from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
@@ -76,6 +77,8 @@ class ReplicatedEngine(InferenceEngine):
 
     def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
         """See `WeightSender.publisher_for`."""
+        if self._options.adapters is not None:
+            return AdapterPublisher, (self._options.adapters.config,)
         transport, beside = self._options.transport, receiver.rank is not None
         near = transport in ("tensors", "copy") or (client.local if here else beside)
         return self._memory_publisher() if near and transport != "broadcast" else (self.broadcaster, ())
@@ -92,6 +95,7 @@ class ReplicatedEngine(InferenceEngine):
             deterministic=False,
             frees_memory=(frees := options.on_gpu and options.free_cache and options.takes_turns),
             overlaps_training=not frees,
+            takes_adapters=options.adapters is not None,
         )
         self._version = 0
         self._weights_follow = self._is_empty = False
@@ -324,14 +328,20 @@ class ReplicatedEngine(InferenceEngine):
         self._shape = await asyncio.to_thread(
             model_shape, options.model_path, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
+        if options.adapters is not None:
+            self._shape = replace(self._shape, weights=options.adapters.weights)
         for replica in self._replicas:
             replica.sender.shape = self._shape
-        self._is_empty = self._waits_for_weights = self._weights_follow and self._needs_no_files(self._shape)
+        self._is_empty = self._weights_follow and self._needs_no_files(self._shape)
+        # A request that began without an adapter would go on without one behind an update.
+        self._waits_for_weights = self._is_empty or (self._weights_follow and options.adapters is not None)
         await self._start_replicas()
 
     def _needs_no_files(self, shape: ModelShape) -> bool:
         options = self._options
         if options.servers or options.transport == "disk" or "load_format" in options.engine_kwargs:
+            return False
+        if options.adapters is not None:  # the base weights are those of the files
             return False
         if shape.unsent:
             some = min(shape.unsent)

@@ -84,7 +84,8 @@ class WeightSender:
         """Halt the engine for an update. Returns what takes it there, or why it cannot."""
         try:
             await self._call(client, "pause_generation", {"mode": "retract"})
-            await self._call(client, "begin_weight_update", {})
+            if self._options.adapters is None:  # these come in one call
+                await self._call(client, "begin_weight_update", {})
             return client.receiver()
         except EngineError as error:
             return error
@@ -93,7 +94,8 @@ class WeightSender:
         """End the update. The engine serves with the new weights, or is stopped if there is a problem."""
         if problem is None:
             try:
-                await self._call(client, "end_weight_update", {})
+                if self._options.adapters is None:
+                    await self._call(client, "end_weight_update", {})
                 await self._go_on(client)
             except EngineError as error:
                 problem = error

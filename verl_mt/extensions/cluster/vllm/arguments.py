@@ -17,6 +17,7 @@ _OURS = (
     "max_model_len",
     "logprobs_mode",
     "weight_transfer_config",
+    "enable_lora",
 )
 _REFUSED = {
     "the engine would sample from rounded weights or caches, which no test of verl_mt has run": (
@@ -62,7 +63,7 @@ def problems_of_arguments(arguments: Mapping[str, Any]) -> Iterator[str]:
     if taken:
         yield (
             f"{_KEY}: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, {_ROLLOUT}.dtype, "
-            ".tensor_model_parallel_size, .max_model_len) or from verl_mt. Remove them"
+            ".tensor_model_parallel_size, .max_model_len, .lora_updates) or from verl_mt. Remove them"
         )
     for name, reason in refused_arguments(arguments):
         yield f"{_KEY}.{name}={arguments[name]}: {reason}. Remove {name}"

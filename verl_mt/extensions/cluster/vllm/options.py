@@ -47,6 +47,8 @@ print(json.dumps(found))
 """Reads the names of vLLM's arguments without an import of vLLM, which takes half a minute."""
 _COLDEST, _HOTTEST = 0.01, 2.0
 """vLLM refuses requests above, and raises temperatures below without a word to the caller. 0 is greedy."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's choices of `max_lora_rank`."""
 _CPU_BLOCK = 32
 """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of it."""
 _CPU_BATCH = 4096
@@ -95,9 +97,17 @@ class VLLMOptions(ReplicaOptions):
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(self.max_model_len, _CPU_BATCH),
             }
+        if self.adapters is not None:
+            rank = min(rank for rank in _RANKS if rank >= self.adapters.rank)
+            engine |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         engine = {name: value for name, value in (engine | self.engine_kwargs).items() if value is not None}
         engine["seed"] = engine.get("seed", self.seed) + number
         return {"python": self.python, "engine": engine}
+
+    def merges_adapters(self, rank: int) -> str:
+        if rank > _RANKS[-1]:
+            return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and model.lora_rank is {rank}"
+        return super().merges_adapters(rank)
 
     def environment(self, number: int) -> dict[str, str]:
         """Variables of an engine that is launched on this machine: its GPUs, the last ones."""
