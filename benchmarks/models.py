@@ -11,9 +11,13 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64},
     "medium": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64},
     "large": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "head_dim": 64},
-}
+    "smollm2": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64,
+        "num_key_value_heads": 3, "vocab_size": 49152,
+    },
+}  # fmt: skip
 """`tiny` is the shipped model's (0.9 M parameters), `small` has 5 M, `medium` 26 M, `large` 152 M; `micro` is
-one layer of `tiny`."""
+one layer of `tiny`; `smollm2` is SmolLM2-135M's shape."""
 VOCAB = 768
 
 
@@ -23,14 +27,12 @@ def make_model(size: str = "tiny", max_positions: int = 1024) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    shape: dict[str, Any] = dict(SIZES[size])
-    heads = shape["hidden_size"] // shape["head_dim"]
+    heads = SIZES[size]["hidden_size"] // SIZES[size]["head_dim"]
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "num_key_value_heads": heads // 2, **SIZES[size]}
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = Qwen3Config(
-        vocab_size=VOCAB,
         max_position_embeddings=max_positions,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
         tie_word_embeddings=True,
         # Distributions far from flat at either size: a mistake would show.
         initializer_range=0.2 * (128 / shape["hidden_size"]) ** 0.5,

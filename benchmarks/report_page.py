@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="report.png", help="picture of the worst rollout of its last step")
     parser.add_argument("--browser", help="a Chromium")
     parser.add_argument("--width", type=int, default=1060)
-    parser.add_argument("--height", type=int, default=790)
+    parser.add_argument("--height", type=int, default=1160)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     args = parser.parse_args(argv)
     browser = args.browser or next(filter(None, map(shutil.which, _BROWSERS)), None)
@@ -52,7 +52,7 @@ def _picture(page: Path, browser: str, args: argparse.Namespace) -> int:
         view.get_by_role("link", name="Open the worst rollout").first.click()
         view.get_by_role("button", name="Tokens", exact=True).click()
         view.locator(".stream .t.trained").nth(12).click()
-        view.evaluate("document.activeElement.blur()")
+        view.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         view.screenshot(path=args.out)
         chromium.close()
     return opened_ms

@@ -1,22 +1,25 @@
-"""Rollout tokens per second of SGLang, of the local engine and of transformers' `generate`, and how often caches hit.
+"""Rollout tokens per second of the local engine, SGLang, vLLM and transformers' `generate`, and how often caches hit.
 
     python benchmarks/rollout_throughput.py [--sizes tiny small] [--concurrency 1 16 64] [--repetitions 2]
+    python benchmarks/rollout_throughput.py --sizes tiny smollm2 --vllm-python vllm-venv/bin/python
     python benchmarks/rollout_throughput.py --model FOLDER --dtype bfloat16 --concurrency 64     # of a real size
 
 The work is multi-turn: a shared system prompt, groups of 8 samples per prompt, two or three turns of 8 to 48 sampled
 tokens, an observation of 8 to 30 tokens after each. `--concurrency C` conversations are under way at once. All sample
-at T = 1; both engines also return log-probs, `generate` does not.
+at T = 1; engines also return log-probs, `generate` does not.
 
-- SGLang: the colocated engine, in its own process; a conversation's next turn is asked for as soon as it may be.
-- local: the in-process engine, on the same terms.
+- local: the in-process engine; a conversation's next turn is asked for as soon as it may be.
+- sglang: the colocated engine, in its own process, on the same terms. Needs SGLang beside verl_mt (docs/sglang.md).
+- vllm: the same. Needs a Python with vLLM in `--vllm-python` (docs/vllm.md).
 - generate: as people use it for this: batches of C conversations in lock-step, left-padded, the whole history
   prefilled again at each turn, everyone waiting for the longest turn. Tokens beyond a turn's end do not count.
 
 Repetitions are interleaved and have prompts of their own, so that no cache holds what an earlier one left; medians. The
 hit rate of turn k is `cached_tokens` over prompt tokens, of all k-th turns; `possible` is that of a cache that holds
 exactly what the conversation itself has computed before (in the first turn: nothing). CPU seconds are those of all
-processes that do the work. Needs SGLang (docs/sglang.md), no GPU. The last line is for the first size and the largest
-C, in tokens per second: `rollout at C conversations: sglang / generate = R, local / generate = R`.
+processes that do the work. An engine that is not installed is left out and named. No GPU is needed. The last line is
+for the first size and the largest C, in tokens per second: `rollout at C conversations: local / generate = R...`, with
+the other engines behind it.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -151,36 +156,63 @@ def models(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, Any, s
         yield size, model, save(model, folder / size)
 
 
+def processes(path: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Engines in processes of their own, not started; those that are not installed are named and left out."""
+    from verl_mt.config.compose import compose
+    from verl_mt.errors import ConfigError
+    from verl_mt.extensions.cluster.config import keys_of
+    from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
+    from verl_mt.extensions.cluster.sglang.options import SGLangOptions
+    from verl_mt.extensions.cluster.vllm.engine import VLLMEngine
+    from verl_mt.extensions.cluster.vllm.options import VLLMOptions, python_of
+
+    options: dict[str, Any] = {
+        "model_path": path, "dtype": args.dtype, "max_model_len": LENGTH, "max_num_seqs": max(args.concurrency),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    if find_spec("sglang") is None:
+        print(f"sglang: left out, {sys.executable} has no SGLang (docs/sglang.md)")
+    else:
+        found["sglang"] = SGLangEngine(SGLangOptions(**options))
+    words = ["name=vllm", *([f"python={args.vllm_python}"] if args.vllm_python else [])]
+    try:
+        keys = keys_of(compose([f"actor_rollout_ref.rollout.{word}" for word in words]).actor_rollout_ref.rollout)
+        found["vllm"] = VLLMEngine(VLLMOptions(**options, python=python_of(keys)))
+    except ConfigError as error:
+        print(f"vllm: left out, {error}")
+    return found
+
+
 async def measure(size: str, model: Any, path: str, args: argparse.Namespace) -> dict[tuple[int, str], Measured]:
     """All engines at all concurrencies, for a model."""
     from verl_mt.engines.local import LocalEngine, LocalOptions
-    from verl_mt.extensions.cluster.sglang.engine import SGLangEngine
-    from verl_mt.extensions.cluster.sglang.options import SGLangOptions
 
     found: dict[tuple[int, str], Measured] = defaultdict(Measured)
     most, vocabulary = max(args.concurrency), model.config.vocab_size
-    sglang = SGLangEngine(SGLangOptions(model_path=path, dtype=args.dtype, max_model_len=LENGTH, max_num_seqs=most))
+    engines = processes(path, args)
     try:
-        await sglang.start()
-        await run_engine(sglang, make_work(2, -1, vocabulary), 2, "warm", Measured())
+        for engine in engines.values():
+            await engine.start()
+            await run_engine(engine, make_work(2, -1, vocabulary), 2, "warm", Measured())
         for number in range(args.repetitions):
             for concurrency in args.concurrency:
                 work = make_work(max(args.conversations, concurrency), 100 * number + concurrency, vocabulary)
                 name = f"{size}-{number}-{concurrency}"
-                for engine_name in ("sglang", "local", "generate"):
+                for engine_name in ("local", *engines, "generate"):
                     into = found[concurrency, engine_name]
                     into.tokens = sum(size for conversation in work for size, _ in conversation.turns)
                     if engine_name == "generate":
                         await asyncio.to_thread(run_batches, model, work, concurrency, into)
-                    elif engine_name == "sglang":
-                        await run_engine(sglang, work, concurrency, name, into)
+                    elif engine_name in engines:
+                        await run_engine(engines[engine_name], work, concurrency, name, into)
                     else:
                         local = LocalEngine(model, end_token_ids=(), options=LocalOptions(max_num_seqs=most))
                         await run_engine(local, work, concurrency, name, into)
                         await local.close()
                     print(f"  {name} {engine_name}: {into.seconds[-1]:.1f} s", flush=True)
     finally:
-        await sglang.close()
+        for engine in engines.values():
+            await engine.close()
     return found
 
 
@@ -208,6 +240,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--conversations", type=int, default=4, help="of one repetition, at least; else --concurrency")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--vllm-python", default=os.environ.get("VERL_MT_VLLM_PYTHON"), help="a Python with vLLM")
     parser.add_argument("--threads", type=int, default=1)
     add_out(parser)
     args = parser.parse_args()
@@ -231,8 +264,12 @@ def main() -> None:
     write_rows(args.out, rows)
     first, most = results[0], max(args.concurrency)
     plain = first[most, "generate"].rate
-    ratios = [first[most, name].rate / plain for name in ("sglang", "local")]
-    print(f"rollout at {most} conversations: sglang / generate = {ratios[0]:.2f}, local / generate = {ratios[1]:.2f}")
+    ratios = [
+        f"{name} / generate = {of.rate / plain:.2f}"
+        for (number, name), of in first.items()
+        if number == most and name != "generate"
+    ]
+    print(f"rollout at {most} conversations: {', '.join(ratios)}")
 
 
 if __name__ == "__main__":

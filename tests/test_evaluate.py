@@ -201,7 +201,10 @@ def test_prompts_that_are_too_long_are_counted_not_forgotten(data, tmp_path, cap
 
 def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
     parse = evaluate.argparse.Namespace
-    args = parse(run=None, config=None, config_path=None, model="/some/model", data="/some/data.jsonl", n=None)
+    args = parse(
+        run=None, config=None, config_path=None, model="/some/model", data="/some/data.jsonl", n=None,
+        trust=False, system=None, chat=False,
+    )  # fmt: skip
     config = evaluate.config_of(args, [])
     assert config.actor_rollout_ref.rollout.tool_kwargs.tools_config_file is None
     assert (config.data.val_files, config.data.val_max_samples) == ("/some/data.jsonl", -1)
@@ -219,6 +222,9 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
+        (["a", "b"], "name one run, not 2: a b"),
+        (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect here: name the run"),
+        (["--model", "verl_mt://tiny", "--system", "Be brief."], "add --chat, or leave --system out"),
         (["data.seed=1", "no/such/run", "--n", "2"], "no/such/run has no config.yaml"),
         (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),
         (["--model", "verl_mt://tiny", "data.val_filez=x"], "did you mean"),

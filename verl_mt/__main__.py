@@ -18,11 +18,11 @@ from verl_mt.extension_points import find, known, own
 
 COMMANDS = {
     "train": ("trainer", "train a policy on multi-turn rollouts"),
-    "evaluate": ("evaluate", "accuracy and pass@k of a model, or a conversation with it"),
-    "convert-checkpoint": ("convert_checkpoint", "checkpoints of earlier versions in today's format"),
-    "export": ("export", "a checkpoint as a plain model folder"),
+    "evaluate": ("evaluate", "measure accuracy and pass@k of a model, or talk to it"),
+    "convert-checkpoint": ("convert_checkpoint", "convert checkpoints of earlier versions"),
+    "export": ("export", "write a checkpoint as a plain model folder"),
 }
-"""Command of the core -> (module, what it does). Extensions bring more: the entry points `verl_mt.commands`."""
+"""Command of the core -> (module, its line in the help). Extensions bring more: the entry points `verl_mt.commands`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,13 +62,13 @@ def _core() -> dict[str, str]:
 
 
 def _what(module: str) -> str:
-    """What an extension's command does: the first line of its docstring, after "`python -m ...`: ". No import."""
+    """An extension's command in a line: the first one of its docstring, after "`python -m ...`: ". No import."""
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None
     file = Path(spec.origin)
     file = file.with_name("__main__.py") if file.name == "__init__.py" else file
     text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-    return text.partition("`: ")[2].partition(" (docs/")[0].rstrip(".?")
+    return text.partition("`: ")[2].partition(" (docs/")[0].rstrip(".")
 
 
 def _usage() -> str:

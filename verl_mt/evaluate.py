@@ -77,13 +77,20 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
             f"unknown flag {' '.join(flags)}. Evaluation takes one configuration: key=value, and the flags that --help "
             "lists. For sweeps and the other flags of Hydra, use python -m verl_mt.trainer"
         )
-    for word in [word for word in overrides if "=" not in word and not word.startswith("~")]:
-        args.run = word
-        overrides.remove(word)
+    words = [word for word in overrides if "=" not in word and not word.startswith("~")]
+    runs, overrides = [*filter(None, [args.run]), *words], [word for word in overrides if word not in words]
+    if len(runs) > 1:
+        raise ConfigError(f"name one run, not {len(runs)}: {' '.join(runs)}")
+    args.run = next(iter(runs), None)
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
-    if args.config_path and not args.config:
-        raise ConfigError(f"--config-path {args.config_path}: name the file in it with --config-name")
+    for flag, value, needed, action in (
+        ("--config-path", args.config_path, args.config, "name the file in it with --config-name"),
+        ("--trust", args.trust, args.run, "name the run whose config.yaml you trust"),
+        ("--system", args.system, args.chat, "add --chat"),
+    ):
+        if value and not needed:
+            raise ConfigError(f"{flag} has no effect here: {action}, or leave {flag} out")
     if args.run and args.config:
         raise ConfigError(f"{args.run} brings its own config.yaml: give it or --config, not both")
     if args.run:

@@ -167,6 +167,22 @@ def _updates() -> list[Stage]:
     ]
 
 
+def _parts() -> list[Stage]:
+    """`update_parts.py`."""
+    small = ("--device", "cpu", "--shape", "toy", "--length", "64", "--tokens", "256", "--only", "plain")
+    table = (
+        ("0.5B", (), "fused_adamw"),
+        ("1.5B", ("--checkpointing",), "recompute=elementwise"),
+    )
+    return [
+        Stage(
+            f"update-parts-{shape}", f"an update by class of kernel, without and with each faster option, {shape}",
+            *_benchmark("gpu/update_parts.py", ("--shape", shape, *words), (*small, option, *words)), lines_with("MFU"),
+        )
+        for shape, words, option in table
+    ]  # fmt: skip
+
+
 def _colocated() -> list[Stage]:
     """`colocated_life.py`."""
     small = ("--device", "cpu", "--shape", "toy", "--cycles", "3", "--tokens", "256", "--cache-gb", "0.001")
@@ -221,7 +237,7 @@ def _stages() -> list[Stage]:
         "tests", "the tests marked gpu", (*pytest, "-m", "gpu", *files), (*pytest, "-m", "gpu or slow", *files), counts
     )
     runs = _runs()
-    return [*_colocated(), tests, runs[0], *_updates(), *runs[1:], *_benchmarks()]
+    return [*_colocated(), tests, runs[0], *_updates(), *_parts(), *runs[1:], *_benchmarks()]
 
 
 def table() -> str:

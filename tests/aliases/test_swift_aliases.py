@@ -67,8 +67,8 @@ def test_flags_with_several_values_and_without_one():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--vllm_mode", "server"], "rollout.launch_servers"),
-        (["--vllm_server_host", "127.0.0.1"], "rollout.servers=[http://host:port]"),
+        (["--use_vllm", "--vllm_mode", "server"], "rollout.servers names none"),
+        (["--vllm_server_host", "127.0.0.1"], "vllm_server_base_url=http://host:port"),
         (["--reward_funcs", "a", "b", "--reward_weights", "1"], "expected a number for each of a, b"),
         (["--rlhf_type", "dpo"], "only 'grpo' is possible"),
         (["--use_async_engine", "maybe"], "expected true or false"),

@@ -16,6 +16,7 @@ from verl_mt.config.normalize import Outcome, normalize_items
 from verl_mt.config.schema import leaves, open_parent, sections
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.compat.aliases import converters
+from verl_mt.extensions.compat.aliases.engine_arguments import ARGUMENTS, ENGINE
 from verl_mt.extensions.compat.aliases.families import Alias, aliases, families
 from verl_mt.extensions.compat.aliases.table import read_table
 
@@ -52,13 +53,15 @@ def outcome_of(key: str, value: Any) -> Outcome:
 def test_another_name_of_a_key_sets_it(row: Alias):
     assert row.to in leaves() or open_parent(row.to) or (row.covers_below and row.to in sections())
     below = ".some" if row.covers_below and open_parent(row.to + ".some") else ".len" if row.covers_below else ""
-    outcomes = [outcome_of(row.name + below, value) for value in VALUES]
-    taken = [o for o in outcomes if not o.problems and o.items]
+    engine = [] if row.name.startswith(ENGINE) or row.to == ENGINE else [(ENGINE, "vllm")]
+    outcomes = [normalize_items([*engine, (row.name + below, value)], "test") for value in VALUES]
+    taken = [o for o in outcomes if not o.problems and len(o.items) > len(engine)]
     assert taken, "no value is taken"
     for outcome in taken:
-        assert all(item.alias.startswith(row.name) for item in outcome.items)
+        assert all(item.alias.startswith(row.name) for item in outcome.items if item.key != ENGINE)
         assert any(item.key.startswith(row.to) for item in outcome.items)
-        assert not row.why or row.name == row.to or any(note.endswith(row.why) for note in outcome.notes)
+        silent = not row.why or row.name == row.to or row.to.startswith(ARGUMENTS)
+        assert silent or any(note.endswith(row.why) for note in outcome.notes)
 
 
 @pytest.mark.slow
@@ -144,8 +147,10 @@ def test_a_command_in_our_own_names_reads_no_table():
         [sys.executable, "-c", text + "; print([m for m in sys.modules if 'extensions' in m])"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "inspection", "toolbox")  # of keys, or checks of some
+    # Of keys, or checks of some.
+    owners = ("asynchronous", "cluster", "compat", "cpu_kernels", "fast_update", "inspection", "toolbox")
     declared = ["", *(f".{name}{part}" for name in owners for part in ("", ".config"))]
+    declared[3:3] = [".cluster.vllm", ".cluster.vllm.arguments"]  # what `cluster.config` refuses
     assert done.stdout.strip() == str([f"verl_mt.extensions{name}" for name in declared])
 
 

@@ -41,7 +41,10 @@ def test_without_a_command_it_lists_them(words, status, capsys):
         main(words)
     assert end.value.code == status
     said = capsys.readouterr().out
-    assert all(name in said for name in [*COMMANDS, *own("verl_mt.commands")])
+    names = [*COMMANDS, *own("verl_mt.commands")]
+    lines = said.splitlines()[2:-2]
+    assert [line[2:20].strip() for line in lines] == names
+    assert all(len(line) <= 80 and line[21:].strip() for line in lines), "one line each, in a terminal of 80 columns"
 
 
 @pytest.mark.parametrize(

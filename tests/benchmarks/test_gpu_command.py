@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import warm_script
@@ -59,7 +60,7 @@ def test_numbers_are_read_where_the_commands_write_them(command, tmp_path):
 
 def test_every_stage_has_a_name_of_its_own_and_both_commands_of_files_that_are_there(command):
     stages = command._stages()
-    assert len({stage.name for stage in stages}) == len(stages) == 19
+    assert len({stage.name for stage in stages}) == len(stages) == 21
     for stage in stages:
         for words in (stage.on_gpu, stage.in_rehearsal):
             assert words != () and all(Path(word).exists() for word in words if word.startswith(str(REPO)))
@@ -85,6 +86,32 @@ def test_wheels_are_what_the_project_needs_and_neither_ray_nor_sglang():
     assert not names & {"ray", "sglang", "torch", "transformers"}
 
 
+def test_time_of_an_update_is_told_apart_by_kernels_and_by_what_they_run_in(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import update_parts as parts
+
+    names = {
+        "nvjet_hsh_128x256": "products", "sm90_xmma_gemm_bf16bf16": "products", "aten::addmm": "products",
+        "flash_fwd_kernel": "attention", "triton_poi_fused_mul_silu": "elementwise", "aten::add": "elementwise",
+    }  # fmt: skip
+    assert {name: parts.class_of(name, ["aten::linear"]) for name in names} == names
+    assert parts.class_of("aten::mm", ["autograd::engine::evaluate_function: _FusedHeadBackward"]) == "head"
+    assert parts.class_of("vectorized_elementwise_kernel", ["x", "Optimizer.step#MasterAdamW.step"]) == "optimizer"
+
+    def event(name, microseconds, above=None, on="DeviceType.CPU"):
+        return SimpleNamespace(
+            name=name, device_type=on, self_cpu_time_total=microseconds, cpu_parent=above,
+            kernels=[SimpleNamespace(name=name, duration=2 * microseconds)],
+        )  # fmt: skip
+
+    step = event("Optimizer.step#AdamW.step", 5)
+    events = [step, event("aten::mul", 10, step), event("aten::mm", 20), event("aten::mm", 99, on="DeviceType.CUDA")]
+    for on_gpu, wall in ((False, 100), (True, 200)):
+        assert parts.shares_of(events, wall, on_gpu) == pytest.approx(
+            {"products": 0.2, "attention": 0, "elementwise": 0, "head": 0, "optimizer": 0.15, "idle": 0.65}
+        )
+
+
 @pytest.mark.slow
 def test_stages_that_are_done_are_not_done_again(tmp_path):
     def rehearse(*words):
@@ -93,7 +120,7 @@ def test_stages_that_are_done_are_not_done_again(tmp_path):
         return done.returncode, done.stdout, json.loads((tmp_path / "results.json").read_text())
 
     code, printed, results = rehearse("--rehearse", "--only", "log-prob-memory")
-    assert code == 0 and "1 of 19 stages are well; not run: colocated-life, colocated-expandable, tests" in printed, (
+    assert code == 0 and "1 of 21 stages are well; not run: colocated-life, colocated-expandable, tests" in printed, (
         printed
     )
     first = results["stages"]["log-prob-memory"]

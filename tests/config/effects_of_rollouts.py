@@ -79,6 +79,7 @@ ROLLOUT = {
     "servers": Effect(lambda: f"['{late_server()}']", "who is asked instead of started", sglang),
     "python": Effect("/bin/sh", "which interpreter runs the engine", vllm),
     "launch_servers": Effect("2", "how many servers", sglang),
+    "lora_updates": Effect("merged", "what an update of LoRA sends", vllm, ("actor_rollout_ref.model.lora_rank=4",)),
     "weight_transport": Effect("disk", "how weights travel", sglang),
     "weight_sync_dir": Effect(
         lambda: str(parts.folder() / "other"), "where files lie", sglang, (f"{RO}.weight_transport=disk",)

@@ -21,6 +21,7 @@ from effect_kinds import (
 from effect_probes import metric, talk
 
 OTHER = "effect_parts:other_rows"
+RECOMPILED = (f"{MO}.enable_gradient_checkpointing=True", "actor_rollout_ref.actor.compile_layers=True")
 OTHER_COLUMNS = (f"data.train_files={OTHER}", "data.val_files=null")
 DATA = {
     "train_files": Effect("effect_parts:other_rows", "other rows are drawn", probes.drawn),
@@ -115,6 +116,7 @@ MODEL = {
         "True", "fewer weights are trained", probes.model, (lambda: f"{MO}.path={parts.model_that_sees()}",)
     ),
     "enable_gradient_checkpointing": Effect("True", "the module recomputes", probes.model),
+    "recompute": Effect("elementwise", "a compiled layer", probes.placed, RECOMPILED, refused="does not go with"),
     "use_remove_padding": Effect("False", "shapes of the forward passes", probes.shapes, NOT_VALIDATED),
 }
 

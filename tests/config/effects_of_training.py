@@ -7,6 +7,7 @@ import effect_probes as probes
 from effect_kinds import AC, KL, MO, NOT_VALIDATED, OFF_POLICY, PPO, RO, Effect
 from effect_probes import metric
 
+UNPACKED = f"{MO}.use_remove_padding=False"
 FOUR_RANKS = ("trainer.placement=ray", "trainer.n_workers_per_node=4", "trainer.device=cpu")
 
 ACTOR = {
@@ -56,6 +57,11 @@ ACTOR = {
     "ulysses_sequence_parallel_size": Effect(
         "3", "groups of ranks", probes.placed, FOUR_RANKS, refused="does not divide the number of"
     ),
+    "compile_layers": Effect("True", "padding", probes.placed, (UNPACKED,), refused="needs packed rows"),
+    "varlen_attention": Effect("True", "padding", probes.placed, (UNPACKED,), refused="needs packed rows"),
+    "fused_adamw": Effect("True", "its state", probes.placed, (f"{AC}.optimizer_offload=True",), refused="does not go"),
+    "fused_head": Effect("True", "other sums", probes.weights, NOT_VALIDATED),
+    "entropy_metric": Effect("False", "no metric", metric("actor/entropy"), NOT_VALIDATED),
     "use_sampler_log_probs": Effect("never", "old log-probs are computed", probes.shapes, NOT_VALIDATED),
 }
 

@@ -399,31 +399,39 @@ def statuses(sweep: Path) -> list[tuple[str, str]]:
     return [(line["folder"], line["status"]) for line in lines]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_sweep_of_estimators_and_seeds_that_is_killed_goes_on_and_leaves_no_secret(tmp_path):
-    """The first of six jobs finishes, the sweep is killed in the second, the same command does the rest, each once."""
+@pytest.mark.parametrize(
+    ("estimators", "seeds"),
+    [
+        pytest.param(["grpo", "rloo"], [1], marks=pytest.mark.slow, id="2 jobs"),
+        pytest.param(["grpo", "rloo", "reinforce_plus_plus"], [1, 2], marks=pytest.mark.release, id="6 jobs"),
+    ],
+)
+def test_a_sweep_that_is_killed_goes_on_and_leaves_no_secret(tmp_path, estimators, seeds):
+    """The first job finishes, the sweep is killed in the second, the same command does the rest, each once."""
     (tmp_path / "score.py").write_text(
         "def compute_score(solution_str, api_key=None, **kw):\n    return len(solution_str) % 2\n"
     )
     words = command(
-        "-m", "algorithm=grpo,rloo,reinforce_plus_plus", "trainer.seed=1,2", "trainer.total_training_steps=2",
+        "-m", f"algorithm={','.join(estimators)}", f"trainer.seed={','.join(map(str, seeds))}",
+        "trainer.total_training_steps=2",
         "trainer.save_freq=1", "reward.path=score.py", "reward.name=compute_score", f"reward.kwargs.api_key={KEY}",
     )  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(REPO), "VERL_MT_OBJECTIVE": "reward/mean"}
     sweep = killed_in_the_second_job(words, tmp_path, env)
-    jobs = [f"algorithm={name},seed={seed}" for name in ("grpo", "rloo", "reinforce_plus_plus") for seed in (1, 2)]
+    ends = [f",seed={seed}" for seed in seeds] if len(seeds) > 1 else [""]  # a folder names what differs
+    jobs = [f"algorithm={name}{end}" for name in estimators for end in ends]
     first, *rest = jobs
     assert statuses(sweep) == [(first, "finished")]
 
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "5 finished, 1 skipped, 0 failed" in done.stdout
+    assert f"{len(rest)} finished, 1 skipped, 0 failed" in done.stdout
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == sorted(jobs)
     assert statuses(sweep) == [(first, "finished"), (first, "skipped"), *((name, "finished") for name in rest)]
     contents = SweepCollector(sweep).contents()
-    assert len(contents.sweep["settings"]) == 3 and contents.sweep["keys"] == ["algorithm.adv_estimator"]
-    assert [(job["state"], job["same_as"]) for job in contents.sweep["jobs"]] == [("finished", None)] * 6
+    assert len(contents.sweep["settings"]) == len(estimators) and contents.sweep["keys"] == ["algorithm.adv_estimator"]
+    assert [(job["state"], job["same_as"]) for job in contents.sweep["jobs"]] == [("finished", None)] * len(jobs)
     for name in jobs:
         config = yaml.safe_load((sweep / name / "config.yaml").read_text())
         assert config["trainer"]["default_local_dir"] == str(sweep / name)
@@ -442,7 +450,7 @@ def test_a_sweep_of_estimators_and_seeds_that_is_killed_goes_on_and_leaves_no_se
     ("plugin", "words"),
     [
         ("hydra_joblib_launcher", ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]),
-        ("hydra_submitit_launcher", ["hydra/launcher=submitit_local"]),
+        pytest.param("hydra_submitit_launcher", ["hydra/launcher=submitit_local"], marks=pytest.mark.release),
     ],
 )
 def test_jobs_of_a_launcher_are_processes_of_their_own(conf, tmp_path, plugin, words):

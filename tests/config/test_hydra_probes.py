@@ -137,8 +137,13 @@ def test_all_mistakes_are_in_one_error_with_the_names_that_are_meant(folder):
     assert "did you mean data.seed?" in text and "did you mean trainer.seed?" in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", SWEEPS.values(), ids=SWEEPS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(w, id=name, marks=pytest.mark.slow if name == "-m" else pytest.mark.release)
+        for name, w in SWEEPS.items()
+    ],
+)
 def test_a_sweep(folder, words):
     seen, text, _ = both(folder, [*MINE, *words], start_ours)
     assert len(set(seen)) == len(seen) == text.count("  finished  ") == 2
@@ -175,7 +180,7 @@ def test_a_dataclass_cannot_add_a_key(folder, run, name, key):
     assert "did you mean algorithm.adv_estimator?" in text or (run is run_registered and name == "unknown")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_over_a_dataclass_and_a_file(folder):
     words = ["-cn", "shipped", "-m", "algorithm=mine,grpo", PLUGIN]
     status, seen, text = outcome(start_ours, words, folder / "seen.jsonl")

@@ -136,6 +136,12 @@ def lines(table: dict[str, list[list[str]]]) -> list:
     return [pytest.param(list(words), id=f"{page}: {' '.join(words[1:])}") for words, page in pages.items()]
 
 
+def some_for_releases(sweeps: list, of_every_commit: set[str]) -> list:
+    """A sweep starts processes. Those that end in one of these words run for every commit, the others for releases."""
+    marks = {True: pytest.mark.slow, False: pytest.mark.release}
+    return [pytest.param(*s.values, id=s.id, marks=marks[s.values[0][-1] in of_every_commit]) for s in sweeps]
+
+
 @pytest.mark.parametrize("words", lines(ONE_RUN))
 def test_one_run(conf, words):
     seen, text, _ = both(conf, words)
@@ -148,8 +154,7 @@ def test_a_mistake(conf, words):
     assert seen == [] and text.startswith("error: ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", lines(SWEEPS))
+@pytest.mark.parametrize("words", some_for_releases(lines(SWEEPS), {"always_swept", "+experiment=aplite,nglite"}))
 def test_a_sweep(conf, words):
     seen, text, _ = both(conf, words, start_ours)
     assert len(seen) >= 2, text

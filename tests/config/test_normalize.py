@@ -102,7 +102,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
         ("actor_rollout_ref.ref.megatron.param_offload=True", ("FSDP2", "docs/scaling.md")),
         ("model_engine=megatron", ("FSDP2", "trainer.placement=ray")),
         ("actor_rollout_ref.rollout.name=hf", ("use sglang or vllm", "local")),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", ("engine_kwargs.NAME", "docs/vllm.md")),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", ("custom generate functions",)),
     ],
 )
 def test_what_is_not_offered_is_refused_with_the_reason_and_what_to_use_instead(argument, parts):

@@ -17,7 +17,7 @@ from tables import one_of_each
 from verl_mt.config.compose import compose
 from verl_mt.extensions.cluster.sglang import engine as sglang_engine
 from verl_mt.extensions.inspection.doctor import resources
-from verl_mt.extensions.inspection.doctor.checks import examine
+from verl_mt.extensions.inspection.doctor.checks import checks_of, examine
 
 pytestmark = pytest.mark.slow
 
@@ -132,3 +132,13 @@ def test_a_hub_model_that_cannot_be_had_is_reported_as_such(tmp_path, monkeypatc
     assert "Qwen/Qwen2.5-3B-Instruct" in named.text
     assert "a hub name that is reachable or in the cache" in named.text
     assert {f.check for f in found if f.status == "error"} == {"model", "rows"}
+
+
+@pytest.mark.release
+def test_agents_of_one_episode_are_compared_with_agents_of_their_role(tmp_path, monkeypatch):
+    """A team's selector earns less than its solvers: that is no random reward."""
+    monkeypatch.chdir(tmp_path)
+    team = f"custom_generate_function_path='{REPO / 'examples' / '05_multi_agent.py'}:generate'"
+    rows = ["data.apply_chat_template=False", "data.train_max_samples=4", "data.val_max_samples=2"]
+    found = examine(compose([team, *rows, "actor_rollout_ref.rollout.max_model_len=1024"]), checks_of(["reward"]))
+    assert [f.status for f in found if f.check == "reward's meaning"] == ["ok"]

@@ -36,13 +36,15 @@ def test_files_of_rows_are_read_without_a_run(tmp_path, capsys):
     assert main([str(good)]) == 0
     first = capsys.readouterr()
     assert "1 rows, all can be used" in first.out and "user> How many pens?" in first.out
+    assert main([str(tmp_path / "absent.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: rows: no file '{tmp_path}/absent.jsonl'")
     assert main(["--only", "data", str(good), str(bad)]) == 2
     assert "1 cannot be used" in capsys.readouterr().out
     assert main([str(good), "--model", "verl_mt://tiny", "data.prompt_key=prompt"]) == 0
     assert "<|im_start|>user" in capsys.readouterr().out
     assert data_check.main([str(good)]) == 0
     old = capsys.readouterr()
-    assert (old.out, old.err) == (first.out, "python -m verl_mt.data_check is verl-mt doctor FILE now\n")
+    assert (old.out, old.err) == (first.out, "python -m verl_mt.data_check is deprecated: write verl-mt doctor FILE\n")
 
 
 def test_what_does_not_fit_to_a_file_is_refused(tmp_path):
@@ -65,6 +67,9 @@ def test_no_word_is_ignored(tmp_path, capsys):
     assert status == 2 and "--demos is of the group reward, and --only data,tools leaves it out: add reward" in said
     status, said = doctor("conf/mine.yaml")
     assert status == 2 and "write --config-path conf --config-name mine" in said
+    for words in ([str(file)], ["--only", "template", "--model", "M"], ["data.seed=1"]):
+        status, said = doctor("--trust", *words)
+        assert status == 2 and "name the run, or leave --trust out" in said
     status, said = doctor("--onyl", "data")
     assert status == 2 and "Or is --onyl misspelt?" in said
     for words in (["--only", "template", "--model", "M"], ["--only", "data"], ["--demos", str(file)]):
@@ -79,7 +84,7 @@ def test_a_template_alone(capsys):
     assert check_template.main(["--model", "verl_mt://tiny", "--json"]) == 0
     old = capsys.readouterr()
     assert (old.out, old.err) == (
-        first.out, "python -m verl_mt.check_template is verl-mt doctor --only template now\n"
+        first.out, "python -m verl_mt.check_template is deprecated: write verl-mt doctor --only template\n"
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def left_by(name: str) -> tuple[list[str], list[str]]:
     return in_child(partial(what_stays, kind, [Script({"seed": 1 + number % 2}, actions) for number in range(5)]))
 
 
-@pytest.mark.parametrize("name", some(LEFT, {"Umask", "LeavesThreads", "Patches"}))
+@pytest.mark.parametrize("name", some(LEFT, {"Umask"}))
 def test_what_an_episode_leaves_in_its_process_is_found(name):
     changed, used = left_by(name)
     assert len(changed) == 1 and LEFT[name] in changed[0] and used == []
@@ -127,7 +127,7 @@ def test_a_temporary_folder_that_all_use_is_found_between_processes_too():
     assert "isolation of processes" in wrong("TempFolder")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_fork_that_shares_state_or_forgets_it_is_found():
     assert "(ShallowFork.fork) shares state" in wrong("ShallowFork")["fork"]
     assert "(EmptyFork.fork): the copy is in another state" in wrong("EmptyFork")["fork"]

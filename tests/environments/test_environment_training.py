@@ -101,8 +101,9 @@ def command(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(0, marks=pytest.mark.release), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_run_that_is_told_to_stop_closes_every_environment_once_and_goes_on(tmp_path, notes, workers):
     slow = f"{RO}.environment.config={{wait_s: 0.5}}"
     run = command(tmp_path, slow, f"{RO}.num_workers={workers}", "data.train_batch_size=4")

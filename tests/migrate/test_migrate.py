@@ -428,7 +428,7 @@ def test_rollout_servers_elsewhere_are_named_and_listed_as_ones_to_start():
         "http://one:8000", "http://two:8001",
     ]  # fmt: skip
     (changed,) = found.changed
-    assert "are SGLang's, started there before the run" in changed and "vllm_tensor_parallel_size=2" in changed
+    assert "are vLLM's, started there before the run" in changed and "vllm_tensor_parallel_size=2" in changed
     unnamed = migrate(2 * servers + SWIFT + "--vllm_mode server --vllm_server_host <one> <two> --vllm_server_port 80")
     assert compose(unnamed.overrides).actor_rollout_ref.rollout.servers == ["http://<one>:80", "http://<two>:80"]
     assert any("put their addresses in" in text for text in unnamed.changed)
@@ -619,7 +619,7 @@ def test_a_list_for_the_engine_keeps_its_numbers_and_may_be_counted_by_the_shell
     assert composed(text).actor_rollout_ref.rollout.engine_kwargs["cuda_graph_bs"] == [1, 2, 4, 8, 12]
 
 
-OVER = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+OVER = f"python3 -m verl.trainer.main_ppo {SGLANG.replace('n=8', 'n=4')}"
 
 
 @pytest.mark.parametrize(("rate", "status"), [("0", 0), ("0.0", 0), ("0.1", 3)])
@@ -729,3 +729,88 @@ def test_a_flag_without_its_value_is_named(command, flag):
 
 def test_a_boolean_of_ms_swift_needs_no_value():
     assert migrate(SWIFT + "--num_generations 8 --gradient_checkpointing --bf16 --overlong_filter").refused == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vLLM
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def test_verls_engine_stays_vllm_with_its_arguments_and_keeps_its_memory():
+    own = f"+{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True {ROLLOUT}.enforce_eager=True "
+    own += f"{ROLLOUT}.enable_chunked_prefill=True +{ROLLOUT}.engine_kwargs.sglang.attention_backend=fa3"
+    for name in ("", f"{ROLLOUT}.name=vllm ", f"{ROLLOUT}.name=vllm_async "):
+        text = OVER.replace(f"{ROLLOUT}.name=sglang ", name) + own
+        found, config = migrate(text), composed(text)
+        rollout = config.actor_rollout_ref.rollout
+        assert (rollout.name, rollout.tensor_model_parallel_size) == ("vllm", 2) and found.refused == []
+        assert rollout.engine_kwargs == {"disable_cascade_attn": True, "enforce_eager": True}
+        assert any("vLLM does so without the argument" in line for line in found.dropped)
+        assert any("attention_backend=fa3" in line for line in found.dropped)
+        assert not rollout.free_cache_engine and any("keep their GPU memory" in line for line in found.changed)
+    kept = migrate(f"{OVER.replace('sglang', 'vllm')}{ROLLOUT}.free_cache_engine=False")
+    assert not any("free_cache_engine" in line for line in kept.changed)
+
+
+def test_an_engine_that_the_shell_may_change_has_the_arguments_of_the_scripts_own():
+    text = f"ENGINE=${{1:-vllm}}\n{OVER.replace('sglang', '$ENGINE')}{ROLLOUT}.enforce_eager=True "
+    found = migrate(text + f"+{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True")
+    assert f"++{ROLLOUT}.engine_kwargs.enforce_eager=true" in found.overrides and "${1:-vllm}" in found.command()
+    assert any(word.endswith("engine_kwargs.disable_cascade_attn=true") for word in found.overrides)
+    assert any(line.endswith("the command has the arguments of vllm") for line in found.changed)
+
+
+def test_arguments_of_vllm_beside_sglang_are_listed():
+    text = f"{OVER}{ROLLOUT}.enforce_eager=True +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True"
+    found = migrate(text)
+    assert composed(text).actor_rollout_ref.rollout.engine_kwargs == {} and found.changed == found.refused == []
+    listed = "\n".join(found.dropped)
+    assert "SGLang's is engine_kwargs.disable_cuda_graph" in listed and "only vllm has these arguments" in listed
+
+
+def test_an_argument_that_vllm_engines_do_not_take_is_refused_before_a_run():
+    (line,) = migrate(f"{OVER.replace('sglang', 'vllm')}+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8").refused
+    assert line.startswith(f"{ROLLOUT}.engine_kwargs.quantization=fp8: ") and "Remove quantization" in line
+
+
+@pytest.mark.parametrize(("in_file", "word"), [("vllm", ""), ("sglang", f"{ROLLOUT}.name=vllm ")])
+def test_the_yaml_files_options_of_the_engine_count_for_the_commands_engine(tmp_path, in_file, word):
+    (tmp_path / "theirs.yaml").write_text(
+        f"defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {{rollout: {{name: {in_file}, enforce_eager: true}}}}\n"
+    )
+    text = OVER.replace(f"{ROLLOUT}.name=sglang ", word) + f"--config-path={tmp_path} --config-name=theirs "
+    found = migrate(text + f"{ROLLOUT}.max_num_batched_tokens=4096")
+    config = compose(found.overrides, "theirs", tmp_path)
+    assert config.actor_rollout_ref.rollout.name == "vllm" and found.refused == []
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 4096}
+
+
+@pytest.mark.parametrize(("ranks", "size"), [("8", 2), ("1", 1), ("4 actor_rollout_ref.rollout.n=4", 2)])
+def test_engines_have_verls_two_ranks_where_nothing_is_said(ranks, size):
+    config = composed(f"{OVER}trainer.n_gpus_per_node={ranks}")
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == size
+
+
+def test_ms_swifts_vllm_is_ours():
+    text = f"{SWIFT}--num_generations 8 --per_device_train_batch_size 8 --use_vllm true --vllm_mode colocate "
+    text += "--vllm_enforce_eager true --vllm_limit_mm_per_prompt '{\"image\": 2}' --sleep_level "
+    found, rollout = migrate(text + "1"), composed(text + "0").actor_rollout_ref.rollout
+    assert (rollout.name, rollout.free_cache_engine) == ("vllm", False)
+    assert rollout.engine_kwargs == {"enforce_eager": True, "limit_mm_per_prompt": {"image": 2}}
+    assert any(line.startswith("--sleep_level 1: vLLM engines keep") for line in found.changed)
+    own = migrate(text.replace("true --vllm_mode", "false --vllm_mode") + "0")
+    assert f"{ROLLOUT}.name=sglang" in own.overrides
+    assert any(line.startswith("--use_vllm false: ") for line in own.dropped)
+    assert any("enforce_eager=true: it is vLLM's argument" in line for line in own.dropped)
+
+
+def test_names_of_trl_choose_vllm_and_its_servers():
+    words = ["use_vllm=True", "vllm_mode=colocate", "vllm_model_impl=transformers", "vllm_enable_sleep_mode=False"]
+    rollout = compose(words).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.free_cache_engine) == ("vllm", False)
+    assert rollout.engine_kwargs == {"model_impl": "transformers"}
+    servers = ["use_vllm=True", "vllm_mode=server", "vllm_server_base_url=http://one:8000"]
+    rollout = compose(servers).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.servers) == ("vllm", ["http://one:8000"])
+    assert compose(["use_vllm=False"]).actor_rollout_ref.rollout.name == "local"

@@ -121,14 +121,6 @@ def test_a_function_of_the_script_goes_with_what_calls_it():
     assert command.startswith("function now() {\n    echo today\n}\n") and "run_$(now)" in command
 
 
-def test_vllm_becomes_sglang_and_is_listed():
-    from verl_mt.extensions.compat.migrate import migrate
-
-    found = migrate("python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm")
-    assert "actor_rollout_ref.rollout.name=sglang" in found.overrides
-    assert any("vllm -> sglang" in line for line in found.changed)
-
-
 FOLDER = 'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
 
 

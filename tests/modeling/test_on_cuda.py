@@ -10,6 +10,10 @@ import torch
 from test_log_probs import random_batch, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from verl_mt.extensions.fast_update import attention
+from verl_mt.extensions.fast_update import head as fused_head
+from verl_mt.extensions.fast_update.layers import compile_layers
+from verl_mt.extensions.fast_update.tune import use_fused_kernel
 from verl_mt.modeling import head_log_probs as head
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.packing import PackedRows
@@ -103,3 +107,54 @@ def test_packed_rows_do_without_the_kernel_that_holds_all_scores(share, dtype):
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
         rows.attend(query, key, value, None, 0.0).sum().backward()
     assert all(torch.isfinite(x.grad).all() for x in (query, key, value))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_varlen_attention_over_packed_rows_equals_sdpa_over_padded_ones(share):
+    model = tiny(scale=1.0, dtype=torch.bfloat16).cuda()
+    expected = run(copy.deepcopy(model), PLAIN, "cuda")
+    use_passes(model, Passes(True, share))
+    attention.attend_in_one_call(model, torch.device("cuda"))
+    for got, wanted in zip(run(model, Passes(True, share), "cuda"), expected, strict=True):
+        assert float((got - wanted).norm() / wanted.norm().clamp(min=1e-6)) < 0.05
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_head_has_the_numbers_of_the_plain_one(monkeypatch, dtype, known):
+    monkeypatch.setattr(fused_head, "TILE", {"cuda": 2**12})
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 301, bias=False).to("cuda", dtype)
+    hidden = torch.randn(40, 64, device="cuda", dtype=dtype, requires_grad=True)
+    targets, slope = torch.randint(301, (40,), device="cuda"), torch.randn(40, device="cuda")
+    results = []
+    for log_probs_of in (head.head_log_probs, fused_head.fused_head_log_probs):
+        log_probs, _ = log_probs_of(layer, hidden, targets, expected=(lambda: slope) if known else None)
+        results.append([log_probs.detach(), *torch.autograd.grad((log_probs * slope).sum(), [hidden, layer.weight])])
+    for a, b in zip(*results, strict=True):
+        assert float((a - b).float().norm() / b.float().norm()) < (1e-4 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_optimizer_steps_like_the_plain_one(dtype):
+    weights = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(64).to("cuda", dtype))
+        optimizer = build_adamw([parameter], lr=1e-2)
+        if fused:
+            use_fused_kernel(optimizer)
+        for _ in range(5):
+            parameter.grad = torch.randn(64).to("cuda", dtype)
+            optimizer.step()
+        weights.append(state_of(optimizer, parameter).get("master", parameter.detach()))
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-6)
+
+
+def test_compiled_layers_have_the_gradients_of_the_plain_ones():
+    model = tiny(scale=1.0).cuda()
+    expected = run(copy.deepcopy(model), Passes(True, True), "cuda")
+    use_passes(model, Passes(True, True))
+    compile_layers(model)
+    for got, wanted in zip(run(model, Passes(True, True), "cuda"), expected, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4 * max(1.0, float(wanted.abs().max())), rtol=1e-3)

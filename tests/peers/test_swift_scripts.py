@@ -81,7 +81,7 @@ SCRIPTS = {
         more={"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 4},
     ),
     "internal/gspo.sh": Resolved(
-        0, batch=32, mini=8, n=16, response=8192, kl=0.0, clip=(3e-4, 4e-4), loss="gspo", rows=10000,
+        3, batch=32, mini=8, n=16, response=8192, kl=0.0, clip=(3e-4, 4e-4), loss="gspo", rows=10000,
     ),
     "internal/moe_lora.sh": Resolved(
         3, batch=2, n=16, response=8192, warmup=0.01, temperature=1.0, kl=0.001, rank=8, rows=1000, prompt=12000,
@@ -111,7 +111,7 @@ SCRIPTS = {
         3, batch=2, n=4, response=2048, epochs=3, rank=8, rows=1000, more={"trainer.nnodes": 2},
     ),
     "plugin/gsm8k/gsm8k.sh": Resolved(
-        0, batch=8, n=8, response=8192, warmup=0.0, temperature=1.0, clip=(0.2, 0.28), prompt=2048,
+        3, batch=8, n=8, response=8192, warmup=0.0, temperature=1.0, clip=(0.2, 0.28), prompt=2048,
         reward=["gsm8k_accuracy", "gsm8k_format"],
         more={
             "algorithm.norm_adv_by_std_in_grpo": False, "data.columns": {"answer": "solution"},

@@ -64,15 +64,26 @@ def _in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def verl_resolves(script: Path, root: Path, folder: Path, variables: Mapping[str, str] | None = None) -> DictConfig:
-    """verl's own configuration of a script; `root` is a checkout of verl, or its part that is there."""
+def verl_composes(script: Path, root: Path, folder: Path, variables: Mapping[str, str] | None = None) -> DictConfig:
+    """verl's own configuration of a script, before interpolations are resolved.
+
+    Args:
+        root: a checkout of verl, or its part that is there.
+        folder: empty; takes the stand-ins.
+        variables: of the shell.
+    """
     text = f"set -- ; function ulimit() {{ :; }}; source {script}"
     (words,) = [w for w in words_of(text, root, folder, variables) if w[0] == "-m" and w[1] in _MAINS]
     path, name, overrides = split(words)
     base = root / "verl/trainer/config"
     # Its files name verl's folder in the search path, from the root of the checkout.
     with _in(root), initialize_config_dir(str((base.parent / path) if path else base), version_base=None):
-        tree = hydra_compose(name or "ppo_trainer", overrides)
+        return hydra_compose(name or "ppo_trainer", overrides)
+
+
+def verl_resolves(script: Path, root: Path, folder: Path, variables: Mapping[str, str] | None = None) -> DictConfig:
+    """verl's own configuration of a script. See `verl_composes` for the arguments."""
+    tree = verl_composes(script, root, folder, variables)
     OmegaConf.resolve(tree)
     return tree
 

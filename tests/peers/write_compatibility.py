@@ -227,7 +227,10 @@ def try_script(file: Path) -> tuple[str, str]:
     first = shortened("\n".join(lines), PEERS)
     if status == 1:
         return "refused", first
-    return "composes", f"with another meaning: {first}" if first else ""
+    engine = re.findall(r"actor_rollout_ref\.rollout\.name=\W*(\w+)", said.getvalue().partition("\n\n#")[0])[-1]
+    return "composes", "; ".join(
+        [f"{SAMPLES}{ENGINES[engine]}", *([f"with another meaning: {first}"] if first else [])]
+    )
 
 
 def try_whole(file: Path) -> tuple[str, str]:
@@ -340,6 +343,8 @@ def verdicts() -> list[Verdict]:
     ]
 
 
+SAMPLES, ENGINES = "samples with ", {"sglang": "SGLang", "vllm": "vLLM"}
+
 INTRO = """# Compatibility
 
 Results for every file of verl, ms-swift and slime that the tests have. The files are tried as they are, but for the
@@ -367,6 +372,18 @@ def page(found: list[Verdict]) -> str:
         count = Counter(v.verdict for v in found if (v.project, v.revision) == (library, revision))
         cells = " | ".join(str(count[verdict] or "") for verdict in conformance.VERDICTS)
         lines.append(f"| {library} {revision} | {count.total()} | {cells} |")
+    lines += [
+        "",
+        "Engines of the launch scripts that compose or ran:",
+        "",
+        "| | " + " | ".join(ENGINES.values()) + " |",
+    ]
+    lines.append("|---|" + "---|" * len(ENGINES))
+    for library, revision in revisions:
+        reasons = [v.reason for v in found if (v.project, v.revision) == (library, revision)]
+        counts = [sum(f"{SAMPLES}{engine}" in reason for reason in reasons) for engine in ENGINES.values()]
+        if any(counts):
+            lines.append(f"| {library} {revision} | {' | '.join(map(str, counts))} |")
     for library, revision in revisions:
         name = f"{library} {revision}"
         commit = f" (commit {COMMITS[name]})" if name in COMMITS else ""

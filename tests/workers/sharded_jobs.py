@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from verl_mt.config.actor import RefConfig
 from verl_mt.config.options import read_rollout_correction
 from verl_mt.data import batch as col
+from verl_mt.engines.base import Receiver
 from verl_mt.extensions.cluster.workers.rank_worker import RankWorker
 from verl_mt.modeling.lora import is_adapter
 from verl_mt.modeling.passes import Passes, use_passes
@@ -29,6 +30,7 @@ from verl_mt.workers.setup import WorkerSetup, load_workers
 from verl_mt.workers.sharded_checkpoint import save_shards
 from verl_mt.workers.sharding import Ranks, ShardedCritic, ShardedPolicy, model_of, whole
 from verl_mt.workers.state import live_tensors
+from verl_mt.workers.worker_group import Publication
 
 PACKED, SHARED = Passes(packed=True, share_prefixes=False), Passes(packed=True, share_prefixes=True)
 
@@ -147,6 +149,21 @@ def merged_weights(ranks: Ranks) -> dict[str, torch.Tensor] | None:
     if ranks.rank:
         return None
     return {name: p.tensor() for bucket in packed if bucket is not None for name, p in bucket.items()}
+
+
+def published_adapters(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """What rank 0 publishes to an engine that has the base weights; the others take part in gathering it."""
+    rank, got = RankWorker.__new__(RankWorker), {}
+    rank.actor, rank.critic, rank._ranks = sharded_worker(ranks, lora_rank=4), None, ranks
+
+    class Keeps:
+        def publish(self, tensors: Any, *_: Any) -> list[None]:
+            got.update((name, tensor.clone()) for name, tensor in tensors)
+            return [None]
+
+    rank._publisher = lambda update: Keeps()  # type: ignore[method-assign, assignment, return-value]
+    rank.publish(Publication(1, "", (), 8, adapters=True), {0: [Receiver(print)]})
+    return got
 
 
 def patience_of_groups(ranks: Ranks, **kwargs: Any) -> tuple[timedelta, list[timedelta]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from actor_toys import REWARDS, lora_policy, make_batch, tiny_policy, worker
-from sharded_jobs import load_and_train, lora_reference, merged_weights, one_update, train_and_save
+from sharded_jobs import load_and_train, lora_reference, merged_weights, one_update, published_adapters, train_and_save
 from tables import before_release
 
 from verl_mt.data import batch as col
-from verl_mt.modeling.lora import is_adapter
+from verl_mt.modeling.lora import adapter_of, is_adapter
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.sharded_checkpoint import stored_shapes
 from verl_mt.workers.sharding import ALONE
@@ -69,6 +69,13 @@ def test_merged_weights_gathered_from_ranks_are_those_of_one_process(ranks):
     assert nothing is None and got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
+
+
+def test_adapters_published_by_ranks_are_those_of_one_process(ranks):
+    expected = dict(adapter_of(lora_policy()).named())
+    got, nothing = ranks(2)(published_adapters)
+    assert nothing == {} and got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def evaluated(
     if run is not None:
         model = model or str(run.model)
     named = argparse.Namespace(run=run and str(run.folder), trust=run is not None and run.trust)
-    named.__dict__.update(config=base, config_path=None, model=model, data=spec, n=n)
+    named.__dict__.update(config=base, config_path=None, model=model, data=spec, n=n, system=None, chat=False)
     with objects_given(given.objects):
         found = measure(config_of(named, given.words))
     if found.failure is not None:

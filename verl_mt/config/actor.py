@@ -177,7 +177,7 @@ class ActorConfig(Section):
     grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
     skip_zero_advantage: bool = option(
         True,
-        "Leave sequences whose advantages are all 0 out of the forward pass (exact only without KL and entropy terms).",
+        "Leave sequences whose advantages are all 0 out of the forward pass. Runs with a KL or entropy term keep them.",
     )
     use_sampler_log_probs: str = option(
         "auto",

@@ -345,13 +345,13 @@ class TrainerConfig(Section):
         10, "Checkpoint every that many steps and at the end; -1 = only at the end.", min=1, off=-1, may_change=True
     )
     max_actor_ckpt_to_keep: int | None = option(
-        2, "Newest checkpoints kept, and the best validated one; null = all.", min=1, may_change=True
+        2, "Newest checkpoints kept; the best validated one is kept too. null = all.", min=1, may_change=True
     )
     resume_mode: str = option(
         "auto",
-        "auto = resume an unfinished run; disable = start a new run; resume_path = from `resume_from_path`; other_data "
-        "= as resume_path where that is set, else as auto, but with other rows, in the same files or others "
-        "(data.train_files, val_files, train_max_samples, val_max_samples).",
+        "auto = resume an unfinished run; disable = start a new run; resume_path = a new run from `resume_from_path`; "
+        "other_data = resume (from `resume_from_path` if set) with other rows: data.train_files, val_files, "
+        "train_max_samples, val_max_samples (docs/resume.md).",
         choices=("auto", "disable", "resume_path", "other_data"),
         may_change=True,
     )
@@ -391,8 +391,8 @@ class TrainerConfig(Section):
     )
     max_staleness: int = option(
         0,
-        "Updates that the weights which sampled a token may lie before those that it trains, the oldest token counts; "
-        "0 = a step samples, then trains. With more the next steps are sampled meanwhile (docs/asynchronous.md).",
+        "How many updates old a trained token may be, at most. 0 = a step samples, then trains. Above 0 the next steps "
+        "are sampled during the update (docs/asynchronous.md).",
         min=0,
     )
     progress: str = option(

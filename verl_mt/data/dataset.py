@@ -228,10 +228,10 @@ def examine_rows(
         DataError: the file cannot be read, or has no rows.
     """
     reading = Reading("train", num_rows, 0, with_system_text(columns or Columns()), keeps_bad=True)
-    entry, names = _entry(None, path, reading.key), reading.columns.renamed
-    found = _read(entry.path, reading.key, reading)
+    entry, names = _entry(None, path, "rows"), reading.columns.renamed
+    found = _read(entry.path, "rows", reading)
     if not found:
-        raise DataError(f"{reading.key}: {entry.path} has no rows")
+        raise DataError(f"{entry.path} has no rows")
     check_renamed(_mappings(found), names, entry.path)
     raw_rows = {index: _renamed_row(raw, names) for index, raw in found.items() if isinstance(raw, dict)}
     made = [reading.row_of(raw, index, entry) for index, raw in found.items()]

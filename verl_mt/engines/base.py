@@ -42,6 +42,9 @@ class Capabilities:
     overlaps_training: bool = False
     """It samples while the policy is trained, and takes weights while conversations run: those go on, and each token
     has the version that sampled it (`trainer.max_staleness`)."""
+    takes_adapters: bool = False
+    """It has the base weights of a policy with low-rank adapters: an update holds the adapters alone, by peft's names.
+    Without this it holds merged weights."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class Kind:
 
 
 class EnvironmentTools(ToolSet):
-    """The tools of a run with environments: a row may use the configured ones and those of its own environment.
+    """The tools of a run with environments: a row may use the configured ones and those of its environment.
 
     As a `ToolSet` it holds the configured ones and those of `rollout.environment.path`.
 

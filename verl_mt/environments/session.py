@@ -23,7 +23,7 @@ from verl_mt.user_code import CallTimeout, OwnThread, closing_task
 
 NOT_RUN = "not run: the episode is over"
 _BUSY_S = 5.0
-"""A `close` waits so long for a constructor or a call that was given up; then it runs beside it."""
+"""How long `close` waits for a constructor or a call that passed its deadline. Then it runs beside it."""
 
 
 class EnvironmentSession:

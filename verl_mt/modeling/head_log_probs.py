@@ -17,6 +17,7 @@ Shape suffixes: `N` tokens, `H` hidden size, `V` vocabulary, `v` a tile of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -61,11 +62,11 @@ def head_log_probs(
     entropy = (with_entropy, with_entropy and entropy_grad)
     if len(targets_N) * _vocabulary(head, hidden_NH) <= LOGITS_AT_ONCE:
         return _plain(head, hidden_NH, targets_N, temperature, entropy)
-    if not _is_linear(head):
+    if not is_plain_linear(head):
         return _checkpointed(head, hidden_NH, targets_N, temperature, entropy)
     expected_N = expected() if expected is not None and torch.is_grad_enabled() and not entropy[1] else None
     if expected_N is not None:
-        expected_N = expected_N.to(_wide(hidden_NH.dtype))
+        expected_N = expected_N.to(wide_dtype(hidden_NH.dtype))
     log_probs_N, entropy_N = _HeadLogProbs.apply(
         hidden_NH, head.weight, head.bias, targets_N, expected_N, (temperature, entropy)
     )
@@ -76,12 +77,12 @@ def _vocabulary(head: nn.Module, hidden_NH: Tensor) -> int:
     return hidden_NH.shape[1] if isinstance(head, nn.Identity) else len(head.weight)  # type: ignore[arg-type]
 
 
-def _is_linear(head: nn.Module) -> bool:
+def is_plain_linear(head: nn.Module) -> bool:
     """Whether its output is hidden @ weight.T + bias and nothing else: no adapter, no hook."""
     return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -89,7 +90,7 @@ def _plain(
     head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None]:
     logits_NV = head(hidden_NH)
-    logits_NV = logits_NV.to(_wide(logits_NV.dtype))
+    logits_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
     if temperature != 1.0:
         logits_NV = logits_NV / temperature
     all_NV = logits_NV.log_softmax(-1)
@@ -105,11 +106,9 @@ def _checkpointed(
     head: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, entropy: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None]:
     size = max(1, LOGITS_AT_ONCE // _vocabulary(head, hidden_NH))
-    pieces: list[Any] = []
-    for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size)):
-        arguments = (head, hidden, targets, temperature, entropy)
-        with_grad = torch.is_grad_enabled()
-        pieces.append(checkpoint(_plain, *arguments, use_reentrant=False) if with_grad else _plain(*arguments))
+    call: Any = partial(checkpoint, _plain, use_reentrant=False) if torch.is_grad_enabled() else _plain
+    splits = zip(hidden_NH.split(size), targets_N.split(size))
+    pieces = [call(head, *split, temperature, entropy) for split in splits]
     log_probs_N = torch.cat([piece[0] for piece in pieces])
     return log_probs_N, torch.cat([piece[1] for piece in pieces]) if entropy[0] else None
 
@@ -177,7 +176,7 @@ def _logits(head: _Head, tokens: slice, part: slice, temperature: float) -> Tens
     """One tile, wide; rounded first where the head computes in a lower precision, as the sampler's are."""
     hidden_NH, weight_VH, bias_V = head
     tile_Nv = nn.functional.linear(hidden_NH[tokens], weight_VH[part], None if bias_V is None else bias_V[part])
-    tile_Nv = tile_Nv.to(_wide(tile_Nv.dtype))
+    tile_Nv = tile_Nv.to(wide_dtype(tile_Nv.dtype))
     return tile_Nv if temperature == 1.0 else tile_Nv.div_(temperature)
 
 
@@ -196,7 +195,7 @@ def _statistics(head: _Head, targets_N: Tensor, temperature: float, entropy: boo
     sum of terms that are not negative, so nothing cancels.
     """
     hidden_NH, weight_VH, _ = head
-    num_tokens, device, dtype = len(targets_N), hidden_NH.device, _wide(hidden_NH.dtype)
+    num_tokens, device, dtype = len(targets_N), hidden_NH.device, wide_dtype(hidden_NH.dtype)
     largest_N = torch.full((num_tokens,), -torch.inf, dtype=dtype, device=device)
     sum_N, spread_N, target_N = (torch.zeros(num_tokens, dtype=dtype, device=device) for _ in range(3))
     for tokens, part in _tiles(num_tokens, len(weight_VH), device):
@@ -235,7 +234,7 @@ def _gradients(
     temperature, needed = options
     grad_N, grad_entropy_N = (None if g is None else (g / temperature).unsqueeze(1) for g in upstream)
     dtype = hidden_NH.dtype
-    into_hidden = torch.zeros_like(hidden_NH, dtype=_wide(dtype)) if needed[0] else None
+    into_hidden = torch.zeros_like(hidden_NH, dtype=wide_dtype(dtype)) if needed[0] else None
     into_weight = torch.empty_like(weight_VH) if needed[1] else None
     into_bias = torch.zeros_like(bias_V, dtype=lse_N.dtype) if needed[2] and bias_V is not None else None
     assert grad_N is not None
@@ -289,7 +288,7 @@ def _fused(
     """
     hidden_NH, weight_VH, bias_V = head
     temperature, entropy, needed = options
-    dtype, wide = hidden_NH.dtype, _wide(hidden_NH.dtype)
+    dtype, wide = hidden_NH.dtype, wide_dtype(hidden_NH.dtype)
     into_hidden = torch.empty_like(hidden_NH) if needed[0] else None
     into_weight = torch.zeros_like(weight_VH, dtype=wide) if needed[1] else None
     into_bias = torch.zeros_like(bias_V, dtype=wide) if needed[2] and bias_V is not None else None

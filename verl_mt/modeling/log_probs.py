@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from verl_mt.data.batch import RowMedia
-from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.media import has_placeholders, media_arguments
-from verl_mt.modeling.passes import decoder_of, forbid_whole_rows, hidden_of_padded, logits_of_padded
+from verl_mt.modeling.passes import decoder_of, forbid_whole_rows, hidden_of_padded, logits_of_padded, passes_of
 from verl_mt.modeling.sequence_parallel import Own
 from verl_mt.modeling.shared_prefix import eval_mode
 
@@ -86,7 +85,7 @@ def forward_log_probs(
     else:
         hidden, own, head = _hidden_states(model, ids[:, :width], mask[:, :width], wanted, index)
     targets_N = input_ids_BT[row_N, position_N]
-    log_probs_N, entropy_N = head_log_probs(
+    log_probs_N, entropy_N = passes_of(model).head(
         head,
         hidden,
         targets_N if own is None else own.of(targets_N),

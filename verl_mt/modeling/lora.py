@@ -92,7 +92,7 @@ def add_adapters(model: Any, config: ModelConfig, *, seed: int) -> Any:
     require_peft()
     import peft
 
-    chosen, targets = _targets(model, config.lora_target_modules, text_only=config.freeze_vision)
+    chosen, targets = adapted_layers(model, config.lora_target_modules, text_only=config.freeze_vision)
     lora = Lora(config.lora_rank, config.lora_alpha, targets, _fingerprint(model), config.path)
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(_peft_config(lora, chosen), model)
@@ -257,15 +257,17 @@ class Adapter:
     tensors: dict[str, Tensor]
     """Whole, by the names that they have in the model."""
 
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """By the names that they have in peft's files: below a wrapper, and without the name of the adapter."""
+        return ((f"base_model.model.{name.replace(f'.{_NAME}.', '.')}", t) for name, t in self.tensors.items())
+
     def save(self, folder: Path) -> None:
         """Write a folder that `peft.PeftModel.from_pretrained(base_model, folder)` loads."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         _peft_config(self.lora, self.lora.targets).save_pretrained(str(folder))
-        # peft's names: below a wrapper of its own, and without the name of the adapter.
-        named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": t for name, t in self.tensors.items()}
-        contents = {name: tensor.detach().to("cpu").contiguous() for name, tensor in named.items()}
+        contents = {name: tensor.detach().to("cpu").contiguous() for name, tensor in self.named()}
         save_file(contents, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -292,8 +294,17 @@ def _peft_config(lora: Lora, targets: Iterable[str]) -> Any:
     )
 
 
-def _targets(model: Any, asked: list[str], *, text_only: bool) -> tuple[list[str], tuple[str, ...]]:
-    """Full names of the layers that get an adapter, and the shortest way to say it."""
+def adapted_layers(model: Any, asked: list[str], *, text_only: bool) -> tuple[list[str], tuple[str, ...]]:
+    """Full names of the layers that get an adapter, and the shortest way to say it.
+
+    Args:
+        model: without adapters; of its layers only names and classes are looked at.
+        asked: `lora_target_modules`.
+        text_only: without those of a vision tower.
+
+    Raises:
+        ConfigError: a name that stands for no linear layer.
+    """
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     linear = [name for name in linear if not (text_only and is_vision(name))]

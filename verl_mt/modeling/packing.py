@@ -200,7 +200,9 @@ class PackedRows:
             key, value = key.index_select(1, which), value.index_select(1, which)
         return self.sequence.to_tokens(attend(query, key, value, *options), heads)
 
-    def attend_flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+    def attend_flash(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, *, kernel: Any = None
+    ) -> Tensor:
         """`attend` with one call of flash attention's kernel for rows of many lengths (Dao 2023, arXiv:2307.08691).
 
         Its causal mask is aligned at the end: the last query sees all keys. So a segment's queries are its own tokens,
@@ -217,8 +219,8 @@ class PackedRows:
         index, starts_q, starts_k, most_q, most_k = self._varlen
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
-        lengths = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
-        return _flash_kernel()(q, k, v, **lengths, dropout_p=dropout, softmax_scale=scale, causal=True).unsqueeze(0)
+        spans = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        return (kernel or _flash_kernel())(q, k, v, **spans, dropout_p=dropout, softmax_scale=scale, causal=True)[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
         """query [1, H, T, D], key and value [1, their heads, T, D] -> [1, T, H, D]."""
@@ -318,7 +320,7 @@ def packed_attention(
     rows: PackedRows | None = kwargs.pop("packed_rows", None)
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return rows.exchanged(rows.attend, query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend, query, key, value, *checked(module, kwargs)), None
 
 
 def packed_flash_attention(
@@ -333,10 +335,10 @@ def packed_flash_attention(
             return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
         finally:
             config._attn_implementation = FLASH_NAME
-    return rows.exchanged(rows.attend_flash, query, key, value, *_checked(module, kwargs)), None
+    return rows.exchanged(rows.attend_flash, query, key, value, *checked(module, kwargs)), None
 
 
-def _checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:
+def checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, float]:
     """(scale, dropout)"""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:

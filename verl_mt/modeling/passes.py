@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from verl_mt.errors import ConfigError
 from verl_mt.modeling import packing
+from verl_mt.modeling.head_log_probs import head_log_probs
 from verl_mt.modeling.sequence_parallel import Own, SequenceGroup
 from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_prefixes, run_with_prefixes
 
@@ -40,6 +41,8 @@ class Passes:
     """The ranks that have a part of each packed sequence."""
     packed_pass: PackedPass = lambda *_: None
     """Computes packed rows in place of the decoder's own pass."""
+    head: Callable[..., tuple[Tensor, Tensor | None]] = head_log_probs
+    """Log-probs behind the model's head, as `head_log_probs`; without entropies if they are a metric only."""
 
 
 PLAIN = Passes(packed=False, share_prefixes=False)

@@ -133,9 +133,8 @@ class ActorWorker(Trainable):
                 before_bT = here[columns.OLD_LOG_PROBS]
                 before_bT.copy_(torch.where(torch.isnan(seen_bT), before_bT, seen_bT))
             metrics.updated(self._step(self.ranks.sum(loss)))
-        if (
-            not active_B.any()
-        ):  # no row moves the policy: measure the step's numbers, agreement with the sampler among them
+        if not active_B.any():
+            # No row moves the policy: measure the step's numbers, agreement with the sampler among them.
             in_loss = (stats.num_in_loss_B > 0).nonzero().squeeze(1)
             with torch.no_grad():
                 _, seen_bT = self._forward_backward(rank_batch, in_loss, in_loss, old_bT, metrics)

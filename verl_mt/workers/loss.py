@@ -221,7 +221,6 @@ class ActorLoss:
         config = self._config
         # A view: a gradient that is only looked at (`_clipped`) must not reach the hooks of a sharded policy's output.
         log_probs_BT, entropy_BT = output.log_probs_BT.view_as(output.log_probs_BT), output.entropy_BT
-        assert entropy_BT is not None
         old_BT = torch.where(torch.isnan(old_BT), log_probs_BT.detach(), old_BT)
         weights_BT, advantages_BT, in_loss_BT = mini.weights_BT, micro[columns.ADVANTAGES], micro[columns.LOSS_MASK]
         sampled_BT = in_loss_BT & micro[columns.SAMPLED]
@@ -236,15 +235,15 @@ class ActorLoss:
             loss_BT = loss_BT + self._of_given(log_probs_BT, old_BT, advantages_BT, given_BT)[0]
         clipped_BT = _clipped(micro, loss_BT, log_probs_BT)
         pg_loss = (loss_BT * weights_BT).sum()
-        loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
-        sums = {"actor/pg_loss": pg_loss}
+        loss, num_tokens, sums = pg_loss, sampled_BT.sum(), {"actor/pg_loss": pg_loss}
+        if entropy_BT is not None:
+            loss = pg_loss - config.entropy_coeff * (entropy_BT * weights_BT).sum()
+            means["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / num_tokens.clamp(min=1)
         if config.use_kl_loss:
             kl_BT = kl_penalty(log_probs_BT, micro[columns.REF_LOG_PROBS], config.kl_loss_type)
             sums["actor/kl_loss"] = (masked_fill_zero(kl_BT, in_loss_BT) * weights_BT).sum()
             loss = loss + config.kl_loss_coef * sums["actor/kl_loss"]
         sums["actor/loss"] = loss
-        num_tokens = sampled_BT.sum()
-        means["entropy"] = masked_fill_zero(entropy_BT.detach(), sampled_BT).sum() / num_tokens.clamp(min=1)
         return MicroBatchLoss(loss, clipped_BT, sums, means, num_tokens)
 
     def uncertain(self, whole: WholeMiniBatch, entropies_bT: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ class MasterAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            fused=group["fused"],
         )
         for parameter, weights in zip(parameters, exact):
             if weights is not parameter:
@@ -103,7 +104,8 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, A
     if not state:
         offload = getattr(optimizer, "offload", False)
         device = torch.device("cpu") if offload else parameter.device
-        state["step"] = torch.tensor(0.0)
+        # A fused kernel reads the number where the parameter is.
+        state["step"] = torch.zeros((), device=parameter.device if optimizer.param_groups[0]["fused"] else "cpu")
         state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
         state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32, device=device)
         if parameter.dtype != torch.float32:

@@ -19,7 +19,7 @@ from verl_mt.modeling.load import empty_causal_lm, load_causal_lm, source_of
 from verl_mt.modeling.lora import Lora, add_adapters, freeze_vision, lora_of, set_lora
 from verl_mt.modeling.passes import choose_passes, use_passes
 from verl_mt.modeling.values import ValueHead, ValueModel
-from verl_mt.plugins import give_objects, import_plugins
+from verl_mt.plugins import give_objects, import_plugins, optional_function
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticSchedule, CriticWorker, filled_in
 from verl_mt.workers.ref import RefWorker
@@ -122,11 +122,10 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     ref = copy.deepcopy(module) if setup.has_ref and ranks.size == 1 and lora is None else None
     if model.enable_gradient_checkpointing:
         module.gradient_checkpointing_enable()
-    temperature = config.rollout.temperature
     actor = ActorWorker(
         _spread(module, setup, ranks),
         config.actor,
-        temperature=temperature,
+        temperature=config.rollout.temperature,
         total_steps=steps_of_actor(setup.total_steps, setup.algorithm.critic_warmup),
         train_batch_size=setup.train_batch_size,
         norm_constant=config.rollout.response_length,
@@ -134,6 +133,8 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     )
     actor.loss.correction = setup.algorithm.correction
     reference, critic = _load_ref(setup, ranks, ref, actor), load_critic(setup, ranks, actor)
+    if tune := optional_function("tune_workers"):
+        tune(setup, actor, reference)
     offload(actor, critic)
     return actor, reference, critic
 

@@ -25,7 +25,7 @@ from verl_mt.engines.base import (
     WeightUpdate,
 )
 from verl_mt.errors import ConfigError, EngineError, VerlMTError, error_text
-from verl_mt.modeling.lora import without_adapters
+from verl_mt.modeling.lora import Adapter, adapter_of, without_adapters
 from verl_mt.modeling.weights import named_weights
 from verl_mt.workers.worker_group import InlineWorkerGroup, Publication, WorkerGroup
 
@@ -38,10 +38,17 @@ class LiveWeights:
 
     policy: nn.Module | WorkerGroup
     num_bytes: int = 0
-    """That came through this process, of all iterations."""
+    """That came through this process in the last iteration."""
+    adapters: bool = False
+    """The low-rank adapters alone."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        state = self.policy.full_state() if isinstance(self.policy, WorkerGroup) else named_weights(self.policy)
+        policy: Any = self.policy
+        grouped, self.num_bytes = isinstance(policy, WorkerGroup), 0
+        if self.adapters:
+            state = cast(Adapter, policy.adapter() if grouped else adapter_of(policy)).named()
+        else:
+            state = policy.full_state() if grouped else named_weights(policy)
         try:
             for name, tensor in state:
                 self.num_bytes += tensor.nbytes
@@ -75,10 +82,11 @@ def weight_update_for(
             policy.refresh_policy_module()
         return InPlace(version)
     elsewhere = isinstance(policy, WorkerGroup) and not isinstance(policy, InlineWorkerGroup)
+    size, adapters = transport.bucket_bytes, capabilities.takes_adapters
     if "from_ranks" in capabilities.transports and elsewhere:
-        return FromRanks(version, partial(_publish, cast(WorkerGroup, policy), version, transport.bucket_bytes))
+        return FromRanks(version, partial(_publish, cast(WorkerGroup, policy), version, size, adapters))
     if "tensor_buckets" in capabilities.transports:
-        return TensorBuckets(version, LiveWeights(policy), transport.bucket_bytes, streamed=elsewhere)
+        return TensorBuckets(version, LiveWeights(policy, adapters=adapters), size, streamed=elsewhere)
     if "disk" in capabilities.transports and transport.folder is not None:
         path = transport.folder / f"version_{version:06d}"
         module: Any = policy.policy_module if isinstance(policy, WorkerGroup) else policy
@@ -95,13 +103,15 @@ async def _publish(
     workers: WorkerGroup,
     version: int,
     bucket_bytes: int,
+    adapters: bool,
     receivers: Sequence[Receiver],
     publisher: str,
     arguments: tuple[Any, ...],
 ) -> list[VerlMTError | None]:
     # In a thread: the engines answer on this loop meanwhile.
     """Runs on the rollout's loop, because the engines answer there. Waits for a thread that publishes the weights."""
-    return await asyncio.to_thread(workers.publish, Publication(version, publisher, arguments, bucket_bytes), receivers)
+    update = Publication(version, publisher, arguments, bucket_bytes, adapters)
+    return await asyncio.to_thread(workers.publish, update, receivers)
 
 
 @dataclass

@@ -43,6 +43,8 @@ class Publication:
     publisher: str
     arguments: tuple[Any, ...]
     bucket_bytes: int
+    adapters: bool = False
+    """See `Capabilities.takes_adapters`."""
 
 
 class WorkerGroup(abc.ABC):

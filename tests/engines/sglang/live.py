@@ -102,14 +102,16 @@ class Lab:
     def module(self) -> Any:
         return self.workers.policy_module
 
-    def engine(self, *overrides: str, name: str = "sglang") -> Any:
+    def engine(self, *overrides: str, name: str = "sglang", model: Sequence[str] = ()) -> Any:
         """A real engine for this task, not started."""
         words = [f"name={name}", f"engine_timeout_s={START_S}", "max_num_seqs=128", *overrides]
         if name == "vllm" and not any(word.startswith("servers=") for word in overrides):
             words.append(f"python={vllm_python()}")
         return engines.build(
             EngineSetup(
-                compose([ROLLOUT + word for word in words]).actor_rollout_ref,
+                compose(
+                    [*(ROLLOUT + word for word in words), *(f"actor_rollout_ref.model.{word}" for word in model)]
+                ).actor_rollout_ref,
                 None,
                 end_token_ids=frozenset(self.chat.stop_token_ids),
                 decode=self.chat.decode,

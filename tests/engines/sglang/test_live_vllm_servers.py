@@ -99,7 +99,7 @@ def test_ids_and_log_probs_of_a_server_are_exact_and_turns_end_where_the_request
     assert first == same != other
 
 
-@pytest.mark.parametrize("transport", ["auto", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("broadcast", marks=pytest.mark.release), "disk"])
 def test_new_weights_reach_a_server_in_the_middle_of_a_turn(attached_by, lab: Lab, run, transport, tmp_path):
     """The model's output layer is its embedding, whose packed copy a plain reload of vLLM's would leave as it was."""
     engine, prompt = attached_by(f"weight_transport={transport}"), lab.prompts[0].ids

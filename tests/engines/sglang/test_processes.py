@@ -115,8 +115,13 @@ def test_an_engine_that_gives_its_memory_back_has_no_expandable_segments(name, g
     assert processes._environment(memory_saver=False)[name] == given
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("PYTORCH_CUDA_ALLOC_CONF", marks=pytest.mark.release),
+        pytest.param("PYTORCH_ALLOC_CONF", marks=pytest.mark.slow),
+    ],
+)
 def test_a_colocated_engine_starts_without_expandable_segments(name, tmp_path, monkeypatch, run_async):
     engine = f"def Engine(**arguments):\n    raise RuntimeError('allocator: ' + str(os.environ.get({name!r})))\n"
     fake_sglang(tmp_path, f"import os\n__version__ = '0.5.23'\n{engine}")

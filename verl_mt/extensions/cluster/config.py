@@ -10,13 +10,15 @@ from verl_mt.config.declare import Condition, Section, is_set, no_effect, only, 
 from verl_mt.config.extended import ConfigSections
 from verl_mt.config.rollout import OTHER_ENGINE
 from verl_mt.config.schema import Config, TrainerConfig, explicit_keys, value_of
+from verl_mt.extensions.cluster.vllm.arguments import problems_of_arguments
 
 ROLLOUT = "actor_rollout_ref.rollout"
-_STARTED_HERE = OTHER_ENGINE & Condition(
+_NO_SERVERS = Condition(
     (f"{ROLLOUT}.servers",),
     lambda of: not of(f"{ROLLOUT}.servers"),
     lambda: f"no {ROLLOUT}.servers are set (you set the options of those when you start them)",
 )
+_STARTED_HERE = OTHER_ENGINE & _NO_SERVERS
 
 
 @dataclass
@@ -52,7 +54,7 @@ class RolloutKeys(Section):
         None,
         "Python that runs the engine's process. null = the one that runs the trainer. vLLM usually has a separate "
         "environment (docs/vllm.md).",
-        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _STARTED_HERE,
+        when=only(f"{ROLLOUT}.name", "vllm", own=False) & _NO_SERVERS,
     )
     # verl's configurations give both to every run.
     nnodes: int = option(
@@ -78,6 +80,15 @@ class RolloutKeys(Section):
         "`weight_sync_dir`; auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
         choices=("auto", "tensors", "copy", "broadcast", "disk"),
         when=OTHER_ENGINE,
+    )
+
+    lora_updates: str = option(
+        "auto",
+        "What engines get of a policy with low-rank adapters at each update: adapters = A and B alone, beside base "
+        "weights that the engine reads once; merged = all weights, W + s B A; auto = adapters where the engine takes "
+        "them.",
+        choices=("auto", "adapters", "merged"),
+        when=OTHER_ENGINE & is_set("actor_rollout_ref.model.lora_rank"),
     )
 
     @property
@@ -114,6 +125,8 @@ def problems(config: Config) -> Iterator[str]:
     yield from _problems_of_workers(config)
     if rollout.name in ("sglang", "vllm"):
         yield from _problems_of_engines(config)
+    if rollout.name == "vllm":
+        yield from problems_of_arguments(rollout.engine_kwargs)
     if rollout.name not in ("local", "scripted"):  # an engine of the user's may live beside ranks, too
         yield from _problems_of_placement(keys, config.trainer)
     if rollout.engine_kwargs and keys.servers and f"{ROLLOUT}.engine_kwargs" in explicit_keys(config):

@@ -66,8 +66,6 @@ class Translation(Outcome):
     """Keys of another library that are at its own default and have no counterpart: nobody asked for anything."""
     said_of_defaults: dict[str, str] = field(default_factory=dict)
     """Note -> the key at its default that it is about: of a whole configuration too many to print."""
-    stand_ins: dict[str, Item] = field(default_factory=dict)
-    """Text of a problem -> what stands instead of that value in a whole configuration, which nobody wrote by hand."""
 
     @property
     def is_whole(self) -> bool:
@@ -166,14 +164,10 @@ def _class_of_ones_own(key: str, value: Any, where: str) -> str:
 
 def _refuse(key: str, value: Any, text: str, outcome: Translation) -> None:
     """A problem, unless the value is the other library's own default: then nobody asked for anything."""
-    untouched = at_default(key, value)
-    stand_in = next((f.stand_ins[key] for f in families().values() if key in f.stand_ins), None)
-    if untouched and stand_in is None:
+    if at_default(key, value):
         outcome.unset.append(key)
-        return
-    outcome.problems.append(Problem(text, unknown_key=True))
-    if untouched:
-        outcome.stand_ins[text] = Item(key, stand_in, key)
+    else:
+        outcome.problems.append(Problem(text, unknown_key=True))
 
 
 def _leave_defaults(outcome: Translation) -> None:
@@ -182,10 +176,6 @@ def _leave_defaults(outcome: Translation) -> None:
     Those are options (of a loss, a correction, a controller), which are refused where nothing reads them, the
     aggregation, which follows the loss, and the device.
     """
-    for text, item in outcome.stand_ins.items():
-        outcome.problems = [problem for problem in outcome.problems if problem.text != text]
-        outcome.items.append(item)
-        outcome.notes.append(f"{item.key} -> {short(item.value)}, instead of a default that is not offered: {text}")
     kept = []
     outcome.unset += outcome.said_of_defaults.values()
     outcome.notes = [note for note in outcome.notes if note not in outcome.said_of_defaults]

@@ -1,4 +1,4 @@
-"""`verl-mt env check PATH`: does an environment keep its trajectories apart? (docs/environments.md)
+"""`verl-mt env check PATH`: check that an environment keeps its trajectories apart (docs/environments.md)
 
 `verl-mt env check my.py:Maze` plays sixteen siblings with actions in different orders. Each is compared with the same
 episode in a process where nothing else has happened.

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.data_check`: the old name of `verl-mt doctor FILE`.
+"""`python -m verl_mt.data_check`: deprecated, use `verl-mt doctor FILE`.
 
     verl-mt doctor train.jsonl val.jsonl
     verl-mt doctor train.parquet --model Qwen/Qwen2.5-3B-Instruct data.prompt_key=question
@@ -247,7 +247,7 @@ def _shared(one: DataCheck, other: DataCheck) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """`run` under its old name. Returns its exit status."""
-    print("python -m verl_mt.data_check is verl-mt doctor FILE now", file=sys.stderr)
+    print("python -m verl_mt.data_check is deprecated: write verl-mt doctor FILE", file=sys.stderr)
     return run(sys.argv[1:] if argv is None else argv)
 
 

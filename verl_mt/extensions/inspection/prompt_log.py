@@ -1,4 +1,4 @@
-"""`python -m verl_mt.prompt_log RUN`: was every drawn prompt of a run trained once, or left out for a reason?
+"""`python -m verl_mt.prompt_log RUN`: check that a run trained each drawn prompt once.
 
 Compares the prompt log (`prompt_log.jsonl`) with files that were written independently of it: the rollout rows of every
 step, and the newest checkpoint. The last line is `N drawn, N trained, N left out, N open, 0 missing, 0 double`; open

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.config.write_reference > docs/configuration.md`: all keys of the configuration, as a page."""
+"""`python -m verl_mt.config.write_reference > docs/configuration.md`: print the page of all configuration keys."""
 
 from __future__ import annotations
 

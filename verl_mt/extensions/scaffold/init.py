@@ -1,4 +1,4 @@
-"""`verl-mt init NAME`: makes a project that trains as it is: rows, code, reward, configuration, test, notebook.
+"""`verl-mt init NAME`: start a project that trains as it is.
 
 `--kind tool` (the default), `environment`, `chat` or `agent` chooses the template (docs/your_own_project.md).
 """

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.sft`: a cold start by supervised training on multi-turn conversations, or on your own rollouts.
+"""`python -m verl_mt.sft`: train a model on conversations before RL (cold start).
 
     python -m verl_mt.sft --data demos.jsonl --config-path conf --config-name my_run         # writes runs/my_run-sft
     python -m verl_mt.trainer --config-path conf --config-name my_run actor_rollout_ref.model.path=runs/my_run-sft/hf

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.serve_tools tools.yaml`: the tools that a model was trained with, for any MCP client.
+"""`python -m verl_mt.serve_tools tools.yaml`: serve the tools of a run to any MCP client.
 
 Speaks the Model Context Protocol over stdin and stdout, so that an agent in production calls the very tools of the run:
 the same schemas, argument checks, deadlines and error texts. One trajectory's state per client: `create` runs before a

@@ -1,1 +1,1 @@
-"""What SGLang's and vLLM's engines share: replicas in processes of their own, routing, restarts, weights."""
+"""Shared by SGLang's and vLLM's engines: replicas in separate processes, routing, restarts, weights."""

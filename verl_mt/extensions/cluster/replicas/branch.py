@@ -117,7 +117,7 @@ class BorrowingEngine(ReplicatedEngine):
 
     def __init__(self, options: Any, names: Sequence[str], worker: int):
         self._ways = [_Ways(number) for number in range(len(names))]
-        super().__init__(replace(options, hosts=(), num_launched=0, servers=tuple(names)))
+        super().__init__(replace(options, hosts=(), num_launched=0, servers=tuple(names), adapters=None))
         first = worker % len(names)
         self._router = Router([*self._replicas[first:], *self._replicas[:first]])
 

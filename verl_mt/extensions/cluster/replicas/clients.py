@@ -1,4 +1,4 @@
-"""One engine as seen from the rollout's event loop: in a process of its own here, or beside ranks elsewhere."""
+"""One engine as seen from the rollout's event loop: in a separate process here, or beside ranks elsewhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Client(abc.ABC):
     pristine = True
     """Since it was started, nobody has changed the weights of the model's files."""
     starts_empty = False
-    """Set before the start of an engine of ours: it reads no files, and has no weights until the first update."""
+    """Set before the start of a launched engine: it reads no files, and has no weights until the first update."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -147,7 +147,7 @@ class Client(abc.ABC):
         """End the engine if it is ours, else leave it in peace. Idempotent; never raises."""
 
     async def _in_time(self, name: str, answer: Awaitable[T], timeout_s: float) -> T:
-        """An engine that does not answer a call holds weights or caches that nobody knows: it is given up."""
+        """An engine that does not answer in time is stopped: the state of its weights and caches is unknown."""
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -323,7 +323,7 @@ class ChildClient(Client):
 
 
 class HostedClient(Client):
-    """An engine beside ranks of the worker group, or on devices of its own: a `ChildClient` in a process there.
+    """An engine beside ranks of the worker group, or on separate devices: a `ChildClient` in a process there.
 
     Args:
         host: where.

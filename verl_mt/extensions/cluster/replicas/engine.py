@@ -1,4 +1,4 @@
-"""`ReplicatedEngine`: engines in processes of their own behind the contract of `engines/base.py`."""
+"""`ReplicatedEngine`: engines in separate processes behind the contract of `engines/base.py`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from verl_mt.engines.base import (
 )
 from verl_mt.errors import EngineError, EngineGoneError, VerlMTError
 from verl_mt.extensions.cluster.replicas import shared_memory
+from verl_mt.extensions.cluster.replicas.adapters import AdapterPublisher
 from verl_mt.extensions.cluster.replicas.broadcaster import WeightBroadcaster
 from verl_mt.extensions.cluster.replicas.buckets import verify
 from verl_mt.extensions.cluster.replicas.clients import Client, Endpoint
@@ -76,6 +77,8 @@ class ReplicatedEngine(InferenceEngine):
 
     def _publisher_for(self, client: Client, receiver: Receiver, here: bool) -> Choice:
         """See `WeightSender.publisher_for`."""
+        if self._options.adapters is not None:
+            return AdapterPublisher, (self._options.adapters.config,)
         transport, beside = self._options.transport, receiver.rank is not None
         near = transport in ("tensors", "copy") or (client.local if here else beside)
         return self._memory_publisher() if near and transport != "broadcast" else (self.broadcaster, ())
@@ -92,6 +95,7 @@ class ReplicatedEngine(InferenceEngine):
             deterministic=False,
             frees_memory=(frees := options.on_gpu and options.free_cache and options.takes_turns),
             overlaps_training=not frees,
+            takes_adapters=options.adapters is not None,
         )
         self._version = 0
         self._weights_follow = self._is_empty = False
@@ -105,7 +109,7 @@ class ReplicatedEngine(InferenceEngine):
         """The device's memory is the engines', not training's."""
         self._settled = asyncio.Event()
         self._settled.set()
-        """The weights of the last update are still those that it was given (`hold_updates`)."""
+        """Set while the weights of the last update are unchanged (`hold_updates`)."""
         self._publishing = PublishesHere()
         self._replicas = [self._replica(number, make) for number, make in enumerate(self._makers())]
         self._router = Router(self._replicas)
@@ -130,7 +134,7 @@ class ReplicatedEngine(InferenceEngine):
         await asyncio.shield(self._starting)
 
     async def start_without_weights(self) -> bool:
-        """Engines of ours read no files where an update sends all that the checkpoint has, and not by files itself."""
+        """Launched engines read no files if an update sends the whole checkpoint, and not as files."""
         self._weights_follow |= self._starting is None
         await self.start()
         return self._waits_for_weights
@@ -157,7 +161,7 @@ class ReplicatedEngine(InferenceEngine):
             del self._live[request.request_id]
 
     async def abort(self, request_id: str) -> None:
-        """In a pause SGLang hands over what it has sampled by the 50 tokens; the rest is lost, and never recorded."""
+        """In a pause SGLang returns sampled tokens in blocks of 50. The rest is lost, and never recorded."""
         if request_id in self._live:
             self._live[request_id].stop.set()
 
@@ -226,7 +230,7 @@ class ReplicatedEngine(InferenceEngine):
                 pass
 
     async def expect(self, update: WeightUpdate) -> None:
-        """What the last update was given is gone: lives that begin from here on get this one."""
+        """The tensors of the last update are gone: engines that restart from now on get this one."""
         if not self._settled.is_set():
             for replica in self._replicas:
                 replica.sender.current = update
@@ -234,13 +238,13 @@ class ReplicatedEngine(InferenceEngine):
 
     async def release_memory(self) -> None:
         """Frees memory where `capabilities.frees_memory` says so (on a GPU, colocated); elsewhere it does nothing.
-        An engine that is lost from now on starts anew only when the memory is to be had again."""
+        An engine that is lost from now on restarts when the memory is free again."""
         if self.capabilities.frees_memory:
             self._may_start.clear()
             await asyncio.gather(*(self._release(replica) for replica in self._replicas))
 
     async def resume_memory(self) -> None:
-        """Room for the weights; the cache gets its own when these have come."""
+        """Take memory for the weights. The cache gets its memory after they have arrived."""
         self._may_start.set()
         await asyncio.gather(*(self._take_back(replica, "weights") for replica in self._replicas))
 
@@ -324,14 +328,20 @@ class ReplicatedEngine(InferenceEngine):
         self._shape = await asyncio.to_thread(
             model_shape, options.model_path, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
+        if options.adapters is not None:
+            self._shape = replace(self._shape, weights=options.adapters.weights)
         for replica in self._replicas:
             replica.sender.shape = self._shape
-        self._is_empty = self._waits_for_weights = self._weights_follow and self._needs_no_files(self._shape)
+        self._is_empty = self._weights_follow and self._needs_no_files(self._shape)
+        # A request that began without an adapter would go on without one behind an update.
+        self._waits_for_weights = self._is_empty or (self._weights_follow and options.adapters is not None)
         await self._start_replicas()
 
     def _needs_no_files(self, shape: ModelShape) -> bool:
         options = self._options
         if options.servers or options.transport == "disk" or "load_format" in options.engine_kwargs:
+            return False
+        if options.adapters is not None:  # the base weights are those of the files
             return False
         if shape.unsent:
             some = min(shape.unsent)
@@ -403,7 +413,7 @@ class ReplicatedEngine(InferenceEngine):
             raise refused[0]
 
     async def _bring_up_to_date(self, replica: Replica, update: WeightUpdate) -> None:
-        """Alone; an engine that goes away gets it again in its next life, so many times."""
+        """Update one engine alone. A lost engine gets the update again after its restart, `_NUM_LIVES` times in all."""
         for tried in range(1, _NUM_LIVES + 1):
             if replica.holds is update:
                 return

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import torch
 
+from verl_mt.config.actor import ModelConfig
 from verl_mt.config.schema import ActorRolloutRefConfig, TrainerConfig
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
+from verl_mt.extensions.cluster.replicas.adapters import AdapterShape, adapter_shape
+from verl_mt.extensions.cluster.start_log import start_log
+from verl_mt.modeling.load import meta_causal_lm
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -42,8 +46,10 @@ class ReplicaOptions:
     num_launched: int = 0
     """HTTP servers to launch where there are no `hosts`; with none of these, nor `servers`, one engine is colocated."""
     hosts: tuple[EngineHost, ...] = ()
-    """Places beside the ranks of a worker group, or on devices of their own: an engine in each."""
+    """Places beside the ranks of a worker group, or on separate devices: an engine in each."""
     transport: str = "auto"
+    adapters: AdapterShape | None = None
+    """What updates send; None = all weights."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -63,7 +69,7 @@ class ReplicaOptions:
         model, rollout, keys = config.model, config.rollout, keys_of(config.rollout)
         if max_model_len is None:
             raise ConfigError(f"{KEY}.max_model_len: the {rollout.name} engine needs the longest sequence in tokens")
-        return cls(
+        options = cls(
             model_path=resolve_model_path(model.path),
             tokenizer_path=None if model.tokenizer_path is None else resolve_model_path(model.tokenizer_path),
             revision=model.revision,
@@ -84,6 +90,49 @@ class ReplicaOptions:
             hosts=hosts,
             **more,
         )
+        return replace(options, adapters=options.adapters_of(model, keys.lora_updates))
+
+    def adapters_of(self, model: ModelConfig, wanted: str) -> AdapterShape | None:
+        """What updates send of a policy with low-rank adapters; None = all weights, merged.
+
+        Args:
+            model: its keys.
+            wanted: `lora_updates`.
+
+        Raises:
+            ConfigError: adapters are wanted where the engine does not take them.
+        """
+        if not model.lora_rank or wanted == "merged":
+            return None
+        found = self.merges_adapters(model.lora_rank) or adapter_shape(model, self._on_meta())
+        if isinstance(found, AdapterShape):
+            size = found.num_bytes(getattr(torch, self.dtype)) / 1e6
+            start_log.info("LoRA: engines get the adapters at each update, %.1f MB", size)
+            return found
+        if wanted == "adapters":
+            raise ConfigError(f"{KEY}.lora_updates=adapters: {found}. Set lora_updates=merged")
+        start_log.info("LoRA: engines get merged weights at each update: %s", found)
+        return None
+
+    def _on_meta(self) -> Any:
+        return meta_causal_lm(
+            self.model_path,
+            revision=self.revision,
+            attn_implementation="eager",
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    def merges_adapters(self, rank: int) -> str:
+        """Why an engine like this one does not take adapters of this rank; empty = it does."""
+        if self.servers:
+            return "you started the servers, and they need not have the base weights"
+        if self.transport == "disk":
+            return "weight_transport=disk writes whole models"
+        if self.on_gpu and self.takes_turns and self.free_cache:
+            return "free_cache_engine=True frees the base weights with the cache"
+        if self.on_gpu and self.dtype == "float32":
+            return "the kernels for adapters on a GPU have no float32"
+        return ""
 
     @property
     def on_gpu(self) -> bool:

@@ -28,7 +28,7 @@ _LENGTH = struct.Struct(">Q")
 
 
 class ChildProcess:
-    """A command in a process group of its own, its output in a file.
+    """A command in a separate process group, its output in a file.
 
     A terminal's Ctrl-C does not reach it.
 
@@ -101,7 +101,7 @@ class ChildProcess:
 
 
 def _wait_for_group(number: int) -> None:
-    """Until what was killed is gone, and has given its memory back."""
+    """Wait until the killed processes are gone and their memory is free."""
     deadline = time.monotonic() + _DYING_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ class ProcessGroup:
 
 
 def _machine() -> str:
-    """Where process numbers mean the same: one boot of one kernel, and a container of its own."""
+    """Name of the space of process numbers: one boot of one kernel, and one container."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
 
 

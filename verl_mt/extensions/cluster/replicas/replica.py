@@ -15,7 +15,7 @@ from verl_mt.extensions.cluster.replicas.weight_sender import WeightSender
 log = logging.getLogger(__name__)
 
 _MAX_DEATHS_IN_A_ROW = 3
-"""Lives without a single finished request after which an engine of our own is given up."""
+"""A launched engine that dies this often without a finished request is not started again."""
 _RETRY_S = 2.0
 
 
@@ -49,11 +49,11 @@ class Replica:
         self.name = name
         self._what = f"the {kind} engine"
         self.released: set[str] = set()
-        """Kinds of device memory that this life has given back: `weights`, `kv_cache`."""
+        """Kinds of device memory that this process has freed: `weights`, `kv_cache`."""
         self._may_start = may_start
         self._settled = settled
         self.reading = asyncio.Lock()
-        """Held while a new life is given its weights."""
+        """Held while a restarted engine gets its weights."""
         self.num_restarts = 0
         self.outstanding = 0
         """Tokens that the requests on their way may still take, prompts included."""
@@ -125,7 +125,7 @@ class Replica:
             await asyncio.wait_for(self._ready.wait(), timeout_s)
         except TimeoutError:
             raise EngineGoneError(
-                f"{self._what} is being started anew and was not ready within {timeout_s or 0:.0f} s"
+                f"{self._what} is being restarted and was not ready within {timeout_s or 0:.0f} s"
             ) from None
         if self._failure is not None:
             raise EngineGoneError(self._failure)
@@ -207,7 +207,7 @@ class Replica:
             reason, lived = None, True
 
     def _look(self) -> None:
-        """Who asks in the moment of a death is not to meet the dead: the supervisor may not have had its turn yet."""
+        """Notice a dead engine before a caller gets it. The supervisor may not have run yet."""
         if self._client is not None and self._client.is_gone and self._failure is None:
             self._ready.clear()
 

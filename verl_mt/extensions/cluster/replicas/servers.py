@@ -122,7 +122,7 @@ class ServerClient(Client):
 
     def _connections(self) -> open_files.Shared:
         """Raises:
-        EngineGoneError: the server was given up, and so has left them (`stop`), or is about to.
+        EngineGoneError: the run has stopped using the server (`stop`), or is about to.
         """
         if self._reason is not None:
             raise self._gone_error()

@@ -64,7 +64,7 @@ class WeightSender:
             except EngineError as error:
                 raise ConfigError(
                     f"{client.name} serves weights that were changed since it was started, and cannot load those of "
-                    f"{self._options.model_path} ({error}); start it anew"
+                    f"{self._options.model_path} ({error}). Restart it"
                 ) from error
         return update
 
@@ -84,16 +84,18 @@ class WeightSender:
         """Halt the engine for an update. Returns what takes it there, or why it cannot."""
         try:
             await self._call(client, "pause_generation", {"mode": "retract"})
-            await self._call(client, "begin_weight_update", {})
+            if self._options.adapters is None:  # these come in one call
+                await self._call(client, "begin_weight_update", {})
             return client.receiver()
         except EngineError as error:
             return error
 
     async def end(self, client: Client, problem: VerlMTError | None) -> VerlMTError | None:
-        """They have come, or a problem has; the engine serves with them, or is given up."""
+        """End the update. The engine serves with the new weights, or is stopped if there is a problem."""
         if problem is None:
             try:
-                await self._call(client, "end_weight_update", {})
+                if self._options.adapters is None:
+                    await self._call(client, "end_weight_update", {})
                 await self._go_on(client)
             except EngineError as error:
                 problem = error
@@ -150,8 +152,8 @@ class WeightSender:
 
 
 async def send_to_all(members: Sequence[Member], update: WeightUpdate) -> list[VerlMTError | None]:
-    """One pass over the weights for all of them that take them in the same way. Returns what went wrong with each, or
-    None; such an engine is given up if a part of the update may have arrived."""
+    """One pass over the weights for all engines that take them in the same way. Returns each engine's problem, or None.
+    An engine with a problem is stopped if a part of the update may have arrived."""
     if isinstance(update, Disk):
         return await asyncio.gather(*(sender.read(client, update) for sender, client in members))
     if not isinstance(update, TensorBuckets | FromRanks):

@@ -19,7 +19,9 @@ from verl_mt.extensions.cluster.config import keys_of
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
-_OURS = ("model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version")
+_OURS = (
+    "model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version", "enable_lora",
+)  # fmt: skip
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
 _WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
 _RAW_LOG_PROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -91,7 +93,20 @@ class SGLangOptions(ReplicaOptions):
                 # SGLang sizes its cache by the machine's memory, which is everyone's here: only what can be in use.
                 "max_total_tokens": self.max_num_seqs * (self.max_model_len + _SLACK),
             }
+        if self.adapters is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": self.adapters.rank,
+                "lora_target_modules": list(self.adapters.targets),
+                "max_loras_per_batch": 1,
+            } | ({} if self.on_gpu else {"lora_backend": "torch_native"})
         return {name: value for name, value in (arguments | self.engine_kwargs).items() if value is not None}
+
+    def merges_adapters(self, rank: int) -> str:
+        """Launched servers take calls by HTTP alone, which have none that replaces an adapter in use."""
+        if self.num_launched and not self.hosts:
+            return "launch_servers without Ray starts HTTP servers, which replace no adapter that requests use"
+        return super().merges_adapters(rank)
 
     def command_line(self, number: int = 0) -> list[str]:
         """The same for `python -m sglang.launch_server`; each launched server (by `number`) has separate GPUs."""
@@ -120,7 +135,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
     if taken:
         raise ConfigError(
             f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
-            f"{KEY}.dtype, .tensor_model_parallel_size, .max_model_len); leave them out"
+            f"{KEY}.dtype, .tensor_model_parallel_size, .max_model_len, .lora_updates); leave them out"
         )
     for name, reason in other_sampling(rollout.engine_kwargs):
         raise ConfigError(f"{KEY}.engine_kwargs.{name}={rollout.engine_kwargs[name]}: {reason}. Remove {name}")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.errors import ConfigError, EngineError
+from verl_mt.extensions.cluster.replicas.buckets import Buckets, payload
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess, encode, read_blocking, read_frame
 from verl_mt.extensions.cluster.versions import SGLANG
 
@@ -41,9 +42,12 @@ _INPUT_CLASSES = {
     "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
     "end_weight_update": "EndWeightUpdateReqInput",
     "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "load_lora_adapter_from_tensors": "LoadLoRAAdapterFromTensorsReqInput",
     "pause_generation": "PauseGenerationReqInput",
     "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+    "unload_lora_adapter": "UnloadLoRAAdapterReqInput",
+    "update_weight_version": "UpdateWeightVersionReqInput",
     "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
     "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
     "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
@@ -53,9 +57,14 @@ _SENT = {
     "init_weights_update_group": (
         "master_address", "master_port", "rank_offset", "world_size", "group_name", "backend",
     ),
+    "load_lora_adapter_from_tensors": (
+        "lora_name", "config_dict", "serialized_named_tensors", "lora_id", "load_format",
+    ),
     "pause_generation": ("mode",),
     "release_memory_occupation": ("tags",),
     "resume_memory_occupation": ("tags",),
+    "unload_lora_adapter": ("lora_name", "lora_id"),
+    "update_weight_version": ("new_version",),
     "update_weights_from_disk": ("model_path", "weight_version", "load_format"),
     "update_weights_from_distributed": (
         "names", "dtypes", "shapes", "group_name", "load_format", "flush_cache", "weight_version",
@@ -64,6 +73,8 @@ _SENT = {
 }  # fmt: skip
 """Name of a call -> what is sent with it."""
 
+_ADAPTER = "policy"
+"""What SGLang calls the adapter of a policy with base weights."""
 _KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
 _IS_WEIGHT = re.compile(r"(weight|bias)$")
 """The names of an SGLang model's parameters that each update replaces. Buffers have other names."""
@@ -166,6 +177,8 @@ class EngineHost:
         self._connection = connection
         self._random: dict[str, str] = {}
         """Checksums of the weights of an engine that has read no files, by their names in SGLang's model."""
+        self._buckets: Buckets | None = None
+        """Where adapters lie for SGLang's ranks."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def remember_random(self) -> None:
@@ -197,12 +210,15 @@ class EngineHost:
 
         manager = self._engine.tokenizer_manager
         if name == "generate":
-            return {"meta_info": (await self._engine.async_generate(**body))["meta_info"]}
+            adapter = _ADAPTER if _ADAPTER in manager.lora_registry.get_all_adapters() else None
+            return {"meta_info": (await self._engine.async_generate(**body, lora_path=adapter))["meta_info"]}
         if name == "progress":
             return {"seen": manager.last_receive_tstamp}
         if name == "abort_request":
             manager.abort_request(**body)
             return {"success": True}
+        if name == "load_adapter":
+            return await self._load_adapter(**body)
         if name == "flush_cache":
             return {"success": bool((await manager.flush_cache()).success), "message": "requests are running"}
         result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body, **extras(name)))
@@ -214,6 +230,40 @@ class EngineHost:
                 "message": f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}",
             }
         return {"success": True}
+
+    async def _load_adapter(self, adapter: bytes, config: dict[str, Any], weight_version: str) -> dict[str, Any]:
+        """A whole update of an engine that has the base weights: this adapter takes the last one's place, also for
+        requests in a pause. Runs on the loop of the engine's process. Waits for SGLang."""
+        from safetensors.torch import load
+        from sglang.srt.managers import io_struct
+
+        manager, tensors = self._engine.tokenizer_manager, load(adapter)
+        if self._buckets is None:
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            self._buckets = Buckets(shapes, next(iter(tensors.values())).dtype)
+        (bucket,) = self._buckets.pack(tensors.items(), sys.maxsize)
+        # Each is opened once: a handle that several ranks share would be gone with the first of them.
+        handles = [payload(bucket.buffer, bucket.entries) for _ in range(manager.server_args.tp_size)]
+        new = io_struct.LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=_ADAPTER,
+            config_dict=config,
+            serialized_named_tensors=handles,
+            load_format="flattened_bucket",
+        )
+        if (held := manager.lora_registry.get_all_adapters().get(_ADAPTER)) is None:
+            results = [await manager.load_lora_adapter_from_tensors(new)]
+        else:
+            # Under the same id, with which requests began. `unload_lora_adapter` would wait for these to end.
+            old = io_struct.UnloadLoRAAdapterReqInput(lora_name=_ADAPTER, lora_id=held.lora_id)
+            new.lora_id = held.lora_id
+            async with manager.lora_update_lock:
+                results = await manager.update_lora_adapter_communicator(old)
+                results += await manager.update_lora_adapter_communicator(new)
+        wrong = [result.error_message for result in results if not result.success]
+        await manager.update_weight_version(io_struct.UpdateWeightVersionReqInput(new_version=weight_version))
+        if not wrong and not (await manager.flush_cache()).success:
+            wrong = ["the cache could not be emptied"]
+        return {"success": not wrong, "message": "; ".join(map(str, wrong))}
 
     async def _still_random(self) -> list[str]:
         """Weights that the first update has not replaced. SGLang ignores a name that it does not know."""
@@ -254,6 +304,36 @@ def fork_children(descriptor: int) -> None:
     os.register_at_fork(after_in_child=lambda: os.close(left.pop()) if left else None)
 
 
+def take_unpinned_memory() -> None:
+    """Where there is no accelerator, SGLang 0.5.23's adapters ask for pinned memory all the same, which torch then
+    refuses. Its other modules ask whether there is some.
+
+    Runs in the engine's process, of which SGLang's own are copies.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    class Unpinned:
+        """torch, with tensors in memory as it is."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def tensor(self, *args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+            return torch.tensor(*args, **more)
+
+        def zeros(self, *args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+            return torch.zeros(*args, **more)
+
+    layers.torch = torch_backend.torch = Unpinned()
+    pinned: Any = torch.Tensor
+    pinned.pin_memory = lambda tensor, device=None: tensor
+
+
 def hold_engine(descriptor: int) -> None:
     """Start the engine that the first frame describes, and serve. Runs in the main thread of the engine's process,
     until the trainer closes the socket."""
@@ -267,6 +347,8 @@ def hold_engine(descriptor: int) -> None:
         from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
         require_calls(sglang.__version__, io_struct, TokenizerManager)
+        if arguments.get("enable_lora"):
+            take_unpinned_memory()
         engine = sglang.Engine(**arguments)
         host = EngineHost(engine, connection)
         if arguments.get("load_format") == "dummy":

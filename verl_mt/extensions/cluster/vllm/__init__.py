@@ -1,1 +1,1 @@
-"""vLLM behind `InferenceEngine`, in a process with an interpreter of its own. See docs/vllm.md."""
+"""vLLM behind `InferenceEngine`, in a process with another interpreter. See docs/vllm.md."""

@@ -32,8 +32,8 @@ _CLIENT = "verl_mt.extensions.cluster.vllm.client.VLLMClient"
 
 
 class VLLMEngine(ReplicatedEngine):
-    """Replicas of vLLM: beside the ranks of a worker group, on devices of their own, or beside this process, each with
-    an interpreter of its own (`rollout.python`). Or servers of the user's.
+    """Replicas of vLLM: beside the ranks of a worker group, on separate devices, or beside this process, with the
+    interpreter of `rollout.python`. Or the user's servers.
 
     Args:
         options: see `VLLMOptions`.

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
 from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions, check_servers
 from verl_mt.extensions.cluster.versions import VLLM
+from verl_mt.extensions.cluster.vllm.arguments import problems_of_arguments
 from verl_mt.extensions.cluster.vllm.client import environment_of
 from verl_mt.plugins import suggest
 
@@ -45,46 +45,10 @@ if found and find_spec("vllm"):
 print(json.dumps(found))
 """
 """Reads the names of vLLM's arguments without an import of vLLM, which takes half a minute."""
-_OURS = (
-    "model",
-    "tokenizer",
-    "revision",
-    "trust_remote_code",
-    "dtype",
-    "tensor_parallel_size",
-    "max_model_len",
-    "logprobs_mode",
-    "weight_transfer_config",
-)
-_REFUSED = {
-    "the engine would sample from rounded weights or caches, which no test of verl_mt has run": (
-        "quantization",
-        "quantization_config",
-    ),
-    "its draft model would get no new weights": ("speculative_config", "spec_method", "spec_model"),
-    "the engine would sample by rules that the trainer does not know": (
-        "logits_processors",
-        "watermark_config",
-        "diffusion_config",
-    ),
-    "the engine's model would be another one than the trainer's": (
-        "hf_overrides",
-        "hf_config_path",
-        "model_class_overrides",
-    ),
-    "the engine would sample the first step from other weights than the trainer's": ("load_format", "model_weights"),
-    "the engine would find no stop strings": ("skip_tokenizer_init",),
-    "one engine is one replica, on tensor_model_parallel_size devices of one machine": (
-        "data_parallel_size",
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "nnodes",
-    ),
-}
-"""What is wrong -> names of vLLM's arguments."""
-_PLAIN_CACHES = ("auto", "bfloat16", "float16", "float32")
 _COLDEST, _HOTTEST = 0.01, 2.0
 """vLLM refuses requests above, and raises temperatures below without a word to the caller. 0 is greedy."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's choices of `max_lora_rank`."""
 _CPU_BLOCK = 32
 """Tokens of a block of the cache. vLLM's attention on a CPU takes multiples of it."""
 _CPU_BATCH = 4096
@@ -133,12 +97,20 @@ class VLLMOptions(ReplicaOptions):
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(self.max_model_len, _CPU_BATCH),
             }
+        if self.adapters is not None:
+            rank = min(rank for rank in _RANKS if rank >= self.adapters.rank)
+            engine |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         engine = {name: value for name, value in (engine | self.engine_kwargs).items() if value is not None}
         engine["seed"] = engine.get("seed", self.seed) + number
         return {"python": self.python, "engine": engine}
 
+    def merges_adapters(self, rank: int) -> str:
+        if rank > _RANKS[-1]:
+            return f"vLLM takes adapters of rank {_RANKS[-1]} at most, and model.lora_rank is {rank}"
+        return super().merges_adapters(rank)
+
     def environment(self, number: int) -> dict[str, str]:
-        """Variables of an engine that is launched on this machine: GPUs of its own, the last ones."""
+        """Variables of an engine that is launched on this machine: its GPUs, the last ones."""
         if not self.num_launched:
             return {}
         alike = {name: os.environ.get(name, value) for name, value in NCCL_ALIKE.items()}
@@ -149,15 +121,6 @@ class VLLMOptions(ReplicaOptions):
         )
         first = len(every) - (self.num_launched - number) * self.tensor_parallel_size
         return alike | {"CUDA_VISIBLE_DEVICES": ",".join(every[first : first + self.tensor_parallel_size])}
-
-
-def refused_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong) of vLLM's arguments with which it samples from another distribution than the one that is
-    trained, takes no weights, or that no test of verl_mt has run."""
-    for reason, names in _REFUSED.items():
-        yield from ((name, reason) for name in names if not _changes_nothing(arguments.get(name)))
-    if str(arguments.get("kv_cache_dtype") or "auto") not in _PLAIN_CACHES:
-        yield "kv_cache_dtype", "the engine would sample from rounded caches, which no test of verl_mt has run"
 
 
 def check_rollout(config: ActorRolloutRefConfig, python: str | None) -> None:
@@ -171,14 +134,8 @@ def check_rollout(config: ActorRolloutRefConfig, python: str | None) -> None:
     """
     rollout = config.rollout
     arguments = rollout.engine_kwargs
-    taken = sorted(set(arguments) & set(_OURS))
-    if taken:
-        raise ConfigError(
-            f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, {KEY}.dtype, "
-            ".tensor_model_parallel_size, .max_model_len) or from verl_mt. Remove them"
-        )
-    for name, reason in refused_arguments(arguments):
-        raise ConfigError(f"{KEY}.engine_kwargs.{name}={arguments[name]}: {reason}. Remove {name}")
+    if problem := next(problems_of_arguments(arguments), None):
+        raise ConfigError(problem)
     found = None if python is None else _found(python)
     known = [] if found is None else found["arguments"]
     for name in sorted(set(arguments) - set(known)) if known else ():
@@ -197,11 +154,6 @@ def check_rollout(config: ActorRolloutRefConfig, python: str | None) -> None:
                 f"{KEY}{key}.temperature={temperature}: vLLM would sample at {_COLDEST:g}. Set 0 (greedy) or at least "
                 f"{_COLDEST:g}"
             )
-
-
-def _changes_nothing(value: Any) -> bool:
-    """Whether vLLM does the same without the argument."""
-    return value in (None, "", {}, [], "auto") or value is False or (value == 1 and value is not True)
 
 
 def check_placement(keys: RolloutKeys, trainer: TrainerConfig, *, on_gpu: bool) -> None:
@@ -230,7 +182,8 @@ def check_memory(keys: RolloutKeys, *, on_gpu: bool) -> None:
     if on_gpu and keys.free_cache_engine and keys.placed == "colocated":
         raise ConfigError(
             f"{KEY}.free_cache_engine=True: vLLM engines keep their GPU memory while training runs. Set "
-            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves room, or {KEY}.name=sglang"
+            f"free_cache_engine=False and a {KEY}.gpu_memory_utilization that leaves memory for training, or set "
+            f"{KEY}.name=sglang"
         )
 
 
@@ -253,7 +206,7 @@ def python_of(keys: RolloutKeys) -> str:
         ) from error
     if found is None:
         raise ConfigError(
-            f"{KEY}.name=vllm: {path} has no vLLM. Install it in an environment of its own (docs/vllm.md) and set "
+            f"{KEY}.name=vllm: {path} has no vLLM. Install it in a separate environment (docs/vllm.md) and set "
             f"{KEY}.python to the Python of that environment"
         )
     VLLM.check(found["version"], f"{KEY}.python: {path} has")

@@ -1,5 +1,5 @@
-"""vLLM in a process of its own: this file is all that runs there, with the interpreter that has vLLM. Servers of the
-user's load it too (`ServerWorker`).
+"""vLLM in a separate process: only this file runs there, with the interpreter that has vLLM. The user's servers load
+it too (`ServerWorker`).
 
 `python process.py FD` imports vLLM and the standard library, nothing of verl_mt. FD is one end of a socket pair. The
 first frame holds vLLM's arguments; the answer is `ready` or `failed`. After that each frame asks for one call, and
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import glob
 import inspect
+import json
 import mmap
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import pickle
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -40,6 +42,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -56,13 +59,15 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 _CALLS: dict[type, dict[str, tuple[str, ...]]] = {
     AsyncLLM: {
         "abort": ("request_id",),
+        "add_lora": ("lora_request",),
         "finish_weight_update": ("self",),
         "from_engine_args": ("engine_args",),
-        "generate": ("prompt", "sampling_params", "request_id"),
+        "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
         "pause_generation": ("mode", "clear_cache"),
         "reset_prefix_cache": ("reset_running_requests",),
         "resume_generation": ("self",),
         "start_weight_update": ("self",),
+        "update_weight_version": ("new_version",),
         "update_weights": ("request",),
     },
     WeightTransferUpdateRequest: {"__init__": ("update_info",)},
@@ -143,7 +148,7 @@ class Transfer(WeightTransferEngine[Group, Weights]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Weights) -> None:
-        """Copies out of the memory: vLLM keeps what it is given until a layer is complete."""
+        """Copies out of the memory: vLLM keeps the tensors that it gets until a layer is complete."""
         if not update_info.path:
             self._load(self._broadcast(update_info.entries))
             return
@@ -255,6 +260,8 @@ class Host:
         self._engine = engine
         self._connection = connection
         self._version: str | None = None
+        self._adapter: LoRARequest | None = None
+        """What requests are sampled with beside the base weights."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -304,7 +311,8 @@ class Host:
             spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async for output in self._engine.generate(TokensPrompt(prompt_token_ids=input_ids), sampling, rid):
+        prompt = TokensPrompt(prompt_token_ids=input_ids)
+        async for output in self._engine.generate(prompt, sampling, rid, lora_request=self._adapter):
             last = output
         (turn,) = last.outputs
         if turn.finish_reason not in ("stop", "length", "abort"):
@@ -376,8 +384,23 @@ class Host:
     async def end_weight_update(self) -> dict[str, Any]:
         """Close the session: caches go, and tokens from here on carry the version."""
         await self._engine.finish_weight_update(self._version)
+        return await self._emptied()
+
+    async def _emptied(self) -> dict[str, Any]:
         emptied = await self._engine.reset_prefix_cache(reset_running_requests=True)
         return {"success": emptied, "message": "the prefix cache could not be emptied"}
+
+    async def load_adapter(self, adapter: bytes, config: dict[str, Any], weight_version: str) -> dict[str, Any]:
+        """A whole update of an engine that has the base weights: this adapter takes the last one's place, also for
+        requests in a pause. vLLM reads it from files alone."""
+        with tempfile.TemporaryDirectory(prefix="verl_mt_adapter_") as folder:
+            for name, content in (("model.safetensors", adapter), ("config.json", json.dumps(config).encode())):
+                with open(os.path.join(folder, f"adapter_{name}"), "wb") as file:
+                    file.write(content)
+            await self._engine.add_lora(LoRARequest(_TRANSFER, 1, folder, load_inplace=True))
+        self._adapter = LoRARequest(_TRANSFER, 1, "loaded")
+        await self._engine.update_weight_version(weight_version)
+        return await self._emptied()
 
     async def update_weights_from_disk(self, model_path: str, weight_version: str) -> dict[str, Any]:
         """A whole update."""

@@ -1,4 +1,4 @@
-"""A running vLLM server, as seen from the rollout's event loop: vLLM's own HTTP calls, and one worker class of ours."""
+"""A running vLLM server, as seen from the rollout's event loop: vLLM's own HTTP calls, and a worker class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from verl_mt.extensions.cluster.replicas.broadcaster import NCCL_ALIKE
 from verl_mt.extensions.cluster.replicas.clients import CONNECT_S
 from verl_mt.extensions.cluster.replicas.servers import KEY, Post, ServerClient, fetch, require_same_model
 from verl_mt.extensions.cluster.versions import VLLM
-from verl_mt.extensions.cluster.vllm.options import VLLMOptions, refused_arguments
+from verl_mt.extensions.cluster.vllm.arguments import refused_arguments
+from verl_mt.extensions.cluster.vllm.options import VLLMOptions
 
 _WORKER = "verl_mt.extensions.cluster.vllm.process.ServerWorker"
 _CALLS = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_mt.engines.base import Publishers, Receiver, WeightPublisher
 from verl_mt.errors import EngineError, VerlMTError, error_text
-from verl_mt.modeling.lora import Lora, is_adapter, lora_of, merged
+from verl_mt.modeling.lora import Adapter, Lora, is_adapter, lora_of, merged
 from verl_mt.modeling.weights import as_in_checkpoint, by_layer
 from verl_mt.plugins import load_object
 from verl_mt.workers.actor import ActorWorker
@@ -193,6 +193,9 @@ class RankWorker:
 
         def gathered() -> Iterator[tuple[str, Tensor]]:
             try:
+                if update.adapters:
+                    yield from self._whole_adapter(own)
+                    return
                 for bucket in self._buckets():
                     yield from self._gather(bucket, True if own else None).items()
             except Exception as error:
@@ -252,6 +255,12 @@ class RankWorker:
         self.actor.onload()
         tensors = {name: Packed.of(whole(p)) for name, p in model.named_parameters() if is_adapter(name)}
         return self._once((lora, tensors))
+
+    def _whole_adapter(self, wanted: object) -> Iterator[tuple[str, Tensor]]:
+        """Name in peft's files and whole tensor. Collective; nothing where it is not wanted."""
+        model = model_of(self.actor.module)
+        tensors = {name: whole(p) for name, p in model.named_parameters() if is_adapter(name)}
+        return Adapter(cast(Lora, lora_of(model)), tensors if wanted else {}).named()
 
     def progress(self) -> dict[str, Any] | None:
         """The small part of the state of actor and critic."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mt.config.normalize import COMMAND_LINE, Item
-from verl_mt.extensions.compat.aliases import swift_settle
+from verl_mt.extensions.compat.aliases import engine_arguments, swift_settle
 from verl_mt.extensions.compat.aliases.families import DROP, Alias, Family
 from verl_mt.extensions.compat.aliases.swift_settle import LOSSES as SWIFT_LOSSES
 from verl_mt.extensions.compat.aliases.table import read_table
@@ -84,6 +84,8 @@ cut_left = _one_of(
     {"left": "left", "delete": "error"}, "expected left or delete: other prompts than those have no place in a rollout"
 )
 
+apart_if_server = _one_of({"colocate": DROP, "server": "servers"}, "expected colocate or server")
+
 dtype = _instead({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
 estimator = _instead({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
 attention = _instead({"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2"})
@@ -94,6 +96,8 @@ token_or_null = _if_on("token", None)
 slime_delta = _if_on(SLIME_DELTA, None)
 always_if_true = _if_on("always")
 false_if_on, token_mean_if_on = _if_on(False), _if_on("token-mean")
+no_gb_if_on = _if_on(0)
+vllm_or_local = _if_on("vllm", "local")
 greedy_unless_sampled = _if_on(DROP, 0.0)  # sampling adds nothing to the temperature
 
 
@@ -192,6 +196,18 @@ def columns(value: Any) -> dict[str, str]:
     return value
 
 
+def mapping(value: Any) -> Any:
+    """Arguments of the engine: a mapping, or JSON of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError("expected JSON, argument -> value") from None
+    if not isinstance(value, dict):
+        raise ValueError("expected arguments with their values")
+    return value
+
+
 def trackers(value: Any) -> list[str]:
     known = ("wandb", "tensorboard", "mlflow", "none")
     names = list_of_one(value)
@@ -273,6 +289,7 @@ def settle_verl(outcome: Translation, where: str) -> None:
     _score_whole_responses(outcome, where)
     _place_ranks_on_ray(outcome, where, "trainer.n_gpus_per_node")
     outcome.items = _truncated_sampling(outcome.items)
+    engine_arguments.settle(outcome, where)
 
 
 def settle_slime(outcome: Translation, where: str) -> None:
@@ -501,7 +518,6 @@ VERL = Family(
     _VERL,
     settle_verl,
     defaults=_defaults("verl_defaults.txt"),
-    stand_ins={"actor_rollout_ref.rollout.name": "sglang"},
     class_prefix="verl.",
     config_folder="verl/trainer/config",
     missing_files={"megatron": _VERL["actor_rollout_ref.actor.megatron"].why},

@@ -53,8 +53,6 @@ class Family:
     """Its flags on a command line as `key=value`; all other words stay."""
     defaults: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Its key -> what stands there in its own configuration: such a value asks for nothing, and is never refused."""
-    stand_ins: Mapping[str, Any] = field(default_factory=dict)
-    """Our key -> the value in a file that is at its default there, where that default does not exist here."""
     class_prefix: str | None = None
     """Begins the dotted paths of its classes: in its configuration files, a `_target_` names one."""
     config_folder: str | None = None

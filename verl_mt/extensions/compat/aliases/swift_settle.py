@@ -86,7 +86,7 @@ def settle(outcome: Outcome, where: str) -> None:
     """Put our keys in the place of flags that mean something together; what cannot be is a problem of the outcome."""
     flags = _Flags(outcome, where)
     rules: tuple[Callable[[_Flags], None], ...] = (
-        _advantages, _kl, _rewards, _loss, _lengths, _room, _prompts,
+        _advantages, _kl, _rewards, _loss, _lengths, _room, _prompts, _engine,
     )  # fmt: skip
     for rule in rules:
         rule(flags)
@@ -346,3 +346,11 @@ def _prompts(flags: _Flags) -> None:
     if "truncation_strategy" in flags and "data.filter_overlong_prompts" not in flags:
         cut = flags.get("truncation_strategy") != "error"
         flags.put("data.filter_overlong_prompts", not cut, "truncation_strategy")
+
+
+def _engine(flags: _Flags) -> None:
+    """vLLM keeps its memory there unless it is told to sleep, which engines of vLLM do not do here."""
+    key = f"{ROLLOUT}free_cache_engine"
+    if flags.get("use_vllm") == "vllm" and key not in flags:
+        flags.put(key, False, "use_vllm")
+        flags.note(f"use_vllm ({flags.where}) -> also {key}=False: vLLM engines keep their memory while training runs")

@@ -67,6 +67,7 @@ _ENV_DROPPED = {
 }
 _ALSO = re.compile(r"\balso (?P<word>[\w.]+=\S+): (?P<why>.+)$")
 """A note on a verl_mt key that is set beside the command's options, so that they mean the same."""
+_TENSOR_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _OF_MACHINE = {"--node_rank", "--master_addr", "--master_port", "--machine_rank"}
 """Flags by which the commands of one run on several machines differ."""
 _TRUE_ALONE = {"fipo_clip_high_only"}
@@ -237,8 +238,9 @@ def _yaml_of(flags: Sequence[str], folders: Sequence[Path]) -> Path | None:
 
 def _migration(launch: Launch, library: Library, yaml: Path | None, rollout_mode: str) -> Migration:
     content = {} if yaml is None else read_yaml(yaml) or {}
+    elsewhere = yaml is None and bool(launch.flags)
     overrides, instead, same = (
-        with_counterparts(launch.overrides, content, launch.dropped, rollout_mode)
+        with_counterparts(launch.overrides, content, launch.dropped, rollout_mode, None if elsewhere else "vllm")
         if library == "verl"
         else (list(launch.overrides), [], {})
     )
@@ -276,12 +278,14 @@ def _migration(launch: Launch, library: Library, yaml: Path | None, rollout_mode
 def _unsaid(launch: Launch, library: Library, named: set[str], yaml: Path | None) -> dict[str, str]:
     """Overrides for what the other library does where its command says nothing -> why."""
     words = [word.partition(" # ")[::2] for word in launch.added]
-    if library != "verl":  # they use one without being told
+    if library != "verl":  # slime has SGLang; ms-swift's trainer samples by itself where it has no vLLM
         words.append(("actor_rollout_ref.rollout.name=sglang", "the engine for real work"))
     if library == "verl" and (yaml is not None or not launch.flags):
         shown = {key: "null" if value is None else str(value) for key, value in VERL_DEFAULTS.items()}
+        ranks = next((w.partition("=")[2] for w in launch.overrides if w.startswith("trainer.n_gpus_per_node=")), "8")
+        if ranks.isdigit() and int(ranks) % VERL_DEFAULTS[_TENSOR_RANKS]:  # there it would not start
+            del shown[_TENSOR_RANKS]
         # Under verl's name it also means Ray workers.
-        shown["actor_rollout_ref.rollout.name"] = "sglang"  # vLLM there
         shown["trainer.n_gpus_per_node"] = shown.pop("trainer.n_workers_per_node")
         words += [(f"{key}={value}", "verl's default") for key, value in shown.items()]
     named = named | ({"trainer.n_gpus_per_node"} if "trainer.n_workers_per_node" in named else set())

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.migrate`."""
+"""`python -m verl_mt.migrate`: translate a launch command of verl, ms-swift or slime."""
 
 import sys
 

@@ -80,6 +80,9 @@ def _settle(given: _Given, launch: Launch) -> None:
     _variables_in_batch(given, launch)
     updates = _batch(given, launch)
     _server(given, launch)
+    if _one(given, "use_vllm") == "false":
+        del given["use_vllm"]
+        launch.dropped.append("--use_vllm false: its trainer samples by itself there, here an engine does")
     _trackers(given, launch)
     _rows(given, launch)
     _warmup(given, launch)
@@ -354,6 +357,7 @@ def _server(given: _Given, launch: Launch) -> None:
                 launch.dropped.append(f"--{key} {' '.join(given.pop(key))}: without --vllm_mode server nobody asks it")
         return
     launch.wants_server = True
+    given["use_vllm"] = ["true"]  # the engine of every `swift rollout`
     hosts = given.get("vllm_server_host", ["127.0.0.1"])
     for key in ("vllm_mode", "vllm_server_host"):
         given.pop(key, None)
@@ -379,8 +383,8 @@ def _server(given: _Given, launch: Launch) -> None:
     theirs = [word for word in launch.overrides if word.partition("=")[0] in of_servers]
     launch.overrides = [word for word in launch.overrides if word not in theirs]
     launch.changed.append(
-        f"--vllm_server_host: the servers ({', '.join(urls)}) are SGLang's, started there before the run "
-        f"(docs/sglang.md){', with ' + ', '.join(theirs) if theirs else ''}; put their addresses in"
+        f"--vllm_server_host: the servers ({', '.join(urls)}) are vLLM's, started there before the run "
+        f"(docs/vllm.md#servers){', with ' + ', '.join(theirs) if theirs else ''}; put their addresses in"
     )
 
 
@@ -456,6 +460,12 @@ def _same(values: list[str], text: str) -> bool:
 
 def _changed(given: _Given, launch: Launch) -> None:
     """What has a counterpart that is not quite the same."""
+    if _one(given, "sleep_level") not in (None, "0") and _one(given, "use_vllm") == "true":
+        launch.changed.append(
+            f"--sleep_level {given.pop('sleep_level')[0]}: vLLM engines keep their GPU memory while training runs. "
+            "Choose a --vllm_gpu_memory_utilization that leaves room for training, or "
+            "actor_rollout_ref.rollout.name=sglang"
+        )
     if _one(given, "async_generate") == "true":
         del given["async_generate"]
         launch.changed.append(

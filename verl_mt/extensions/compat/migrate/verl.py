@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_mt.config.hydra_source import read_yaml
+from verl_mt.extensions.compat.aliases.engine_arguments import ENGINE, engine_named, is_of_one_engine
 from verl_mt.extensions.compat.aliases.families import families
 from verl_mt.extensions.compat.migrate.launch import ENV, Launch
 
@@ -24,6 +26,7 @@ VERL_DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.model.dtype": "bfloat16",
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     "actor_rollout_ref.rollout.val_kwargs.temperature": 0,
     "trainer.logger": ["console", "wandb"],
     "trainer.save_freq": -1,
@@ -38,7 +41,6 @@ carried over does what it did. `docs/migrating_from_verl.md` shows the table."""
 _IN_AGENT_LOOPS = {"max_parallel_calls": 1, "max_tool_response_length": 256}
 """Of `rollout.multi_turn`: defaults that verl's agent loops read (rollout.mode=async); its sync one does not."""
 _LEFT_OUT = {
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.": "it is vLLM's",
     "actor_rollout_ref.rollout.expert_parallel_size": "an engine is not split by experts",
     "actor_rollout_ref.rollout.data_parallel_size": "there are as many engines as the ranks allow",
     "actor_rollout_ref.actor.checkpoint.": "a checkpoint holds everything that a resumed run needs",
@@ -88,7 +90,11 @@ def default_rollout_mode(folders: Iterable[Path]) -> str:
 
 
 def with_counterparts(
-    words: Sequence[str], content: dict[str, Any], dropped: list[str], default_mode: str = "async"
+    words: Sequence[str],
+    content: dict[str, Any],
+    dropped: list[str],
+    default_mode: str = "async",
+    default_engine: str | None = "vllm",
 ) -> tuple[list[str], list[str], dict[str, str]]:
     """verl's words with those that have a counterpart of another name put in their place.
 
@@ -96,6 +102,7 @@ def with_counterparts(
         content: what the YAML file sets that the command names.
         dropped: takes what sets nothing here.
         default_mode: `rollout.mode` where nothing sets it.
+        default_engine: `rollout.name` where nothing sets it; None = a file sets it that is not here.
 
     Returns:
         the words; what that changes; words among them that mean the same in other units -> how.
@@ -114,12 +121,7 @@ def with_counterparts(
     words = _without_unused(words, values, dropped)
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
-        if key == "actor_rollout_ref.rollout.name" and value.startswith("vllm"):
-            kept.append(f"{key}=sglang")
-            said.append(
-                f"{key}={value} -> sglang: the engine for real work here; it samples, nothing that is learned changes"
-            )
-        elif key == "actor_rollout_ref.rollout.trace.backend" and value in ("mlflow", "weave"):
+        if key == "actor_rollout_ref.rollout.trace.backend" and value in ("mlflow", "weave"):
             said.append(f"{key}={value}: not offered, left out; otel sends spans to any collector of OpenTelemetry")
         elif key == "actor_rollout_ref.rollout.trace.token2text":
             said.append(f"{key}={value}: left out; `python -m verl_mt.report.rows` prints the texts")
@@ -131,8 +133,13 @@ def with_counterparts(
             kept.append(word)
     for part in (_ACTOR, "critic"):
         kept = _warm_up(kept, values, part, said, same)
-    kept += (beside := _defaults_beside(values, default_mode))
+    kept += (beside := _defaults_beside(values, default_mode) | _of_the_engine(kept, content))
     same |= beside
+    engine = values.get(ENGINE, default_engine)
+    if ENV.search(str(engine)) and any(is_of_one_engine(word.lstrip("+").partition("=")[0]) for word in kept):
+        said.append(f"{ENGINE}={engine}: the command has the arguments of {engine_named(engine) or 'no engine'}")
+    if engine_named(engine) == "vllm":
+        kept = _keeping_its_memory(kept, values, said)
     return kept, said, same
 
 
@@ -180,6 +187,33 @@ def _defaults_beside(values: dict[str, Any], default_mode: str) -> dict[str, str
             if f"{rollout}.multi_turn.{name}" not in values:
                 words[f"{rollout}.multi_turn.{name}={value}"] = why
     return words
+
+
+def _of_the_engine(words: Sequence[str], content: dict[str, Any]) -> dict[str, str]:
+    """Words for what the YAML file says of the engine and its arguments -> why.
+
+    The engine decides which arguments set something, and command line and file are read apart.
+    """
+    given, own = _flat(content), {word.lstrip("+").partition("=")[0] for word in words}
+    if ENGINE not in own and ENGINE in given and any(is_of_one_engine(key) for key in own):
+        return {f"{ENGINE}={given[ENGINE]}": "the YAML file's; the command has arguments of one engine"}
+    if ENGINE not in own or ENGINE not in given:
+        return {}
+    left = {key: value for key, value in given.items() if is_of_one_engine(key) and key not in own and value != {}}
+    why = "the YAML file's, which names another engine"
+    return {f"{key}={value if isinstance(value, str) else json.dumps(value)}": why for key, value in left.items()}
+
+
+def _keeping_its_memory(words: list[str], values: dict[str, Any], said: list[str]) -> list[str]:
+    """The words with engines that stay in memory, as those of vLLM do here."""
+    key, apart = "actor_rollout_ref.rollout.free_cache_engine", "actor_rollout_ref.rollout.nnodes"
+    if str(values.get(key, True)).lower() != "true" or str(values.get(apart, 0)) != "0":
+        return words
+    said.append(
+        f"{key}=True -> False: vLLM engines keep their GPU memory while training runs. Choose a "
+        "gpu_memory_utilization that leaves room for training, or rollout.name=sglang"
+    )
+    return [*(word for word in words if word.lstrip("+").partition("=")[0] != key), f"{key}=False"]
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,7 +19,7 @@ from verl_mt.errors import ConfigError, VerlMTError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`run` under its old name. Returns its exit status."""
-    print("python -m verl_mt.check_template is verl-mt doctor --only template now", file=sys.stderr)
+    print("python -m verl_mt.check_template is deprecated: write verl-mt doctor --only template", file=sys.stderr)
     return run(sys.argv[1:] if argv is None else argv)
 
 

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.check_template`: the old name of `verl-mt doctor --only template`."""
+"""`python -m verl_mt.check_template`: deprecated, use `verl-mt doctor --only template`."""
 
 import sys
 

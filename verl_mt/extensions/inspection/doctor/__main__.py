@@ -1,4 +1,4 @@
-"""`python -m verl_mt.doctor`: what is wrong with a run, its rows or its template, before it begins (docs/doctor.md)."""
+"""`python -m verl_mt.doctor`: check a configuration, a run, rows or a chat template (docs/doctor.md)."""
 
 from __future__ import annotations
 
@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None, *, console: Console | None = None) -
     parser.add_argument("--trust", action="store_true")
     own, more = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     only = [name for name in own.only.split(",") if name]
-    if only == ["template"] and own.model is not None and not (own.demos or own.ahead):
+    if only == ["template"] and own.model is not None and not (own.demos or own.ahead or own.trust):
         from verl_mt.extensions.inspection import check_template
 
         return check_template.run(["--model", own.model, *more])
     words = _sorted(more)
     try:
+        if own.trust and not words.runs:
+            raise ConfigError("--trust allows the config.yaml of a run: name the run, or leave --trust out")
         if own.ahead:
             return _say_ahead(words, own)
         if words.files:

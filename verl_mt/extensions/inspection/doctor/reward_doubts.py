@@ -88,7 +88,10 @@ def chance(inquiry: Conversations, form: str, difference: float) -> Iterator[Fin
     prompt = inquiry.prompts[0]
     answer = form.replace(SLOT, str(truth_text(prompt.row.ground_truth)))
     played = inquiry.play([inquiry.talk(prompt, answer)], samples=_TIMES)
-    values = [earned(t) for t in played]
+    of_role: dict[str, list[float]] = {}  # agents of one episode have different conversations
+    for trajectory in played:
+        of_role.setdefault(trajectory.group_id, []).append(earned(trajectory))
+    values = max(of_role.values(), key=lambda found: max(found) - min(found))
     took = [span.end_s - span.start_s for t in played for span in t.time_spans if span.phase == "reward"]
     if took and min(took) > _SLOW_S:
         yield warning(

@@ -1,4 +1,4 @@
-"""`python -m verl_mt.report`: what one run, several or a sweep did, as one HTML file, or served while it is written.
+"""`python -m verl_mt.report`: show a run, several runs or a sweep as one HTML page.
 
 python -m verl_mt.report runs/tiny                                # writes runs/tiny/report.html
 python -m verl_mt.report runs/tiny runs/tiny-2 --out compare.html # curves of both in each chart

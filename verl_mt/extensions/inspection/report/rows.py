@@ -1,4 +1,4 @@
-"""`python -m verl_mt.report.rows`: a run's rollout rows, printed as lines of JSON.
+"""`python -m verl_mt.report.rows`: print the rollout rows of a run as lines of JSON.
 
 python -m verl_mt.report.rows runs/tiny --step 3               # prints the training rollouts of step 3
 python -m verl_mt.report.rows runs/tiny/rollouts/val_000010.parquet

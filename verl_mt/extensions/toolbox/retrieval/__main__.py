@@ -1,4 +1,4 @@
-"""`python -m verl_mt.retrieval`: serve a corpus.
+"""`python -m verl_mt.retrieval`: serve a corpus to the search tool.
 
     python -m verl_mt.retrieval --corpus corpus.jsonl                                  # BM25
     python -m verl_mt.retrieval --corpus corpus.jsonl --dense intfloat/e5-base-v2      # a Hugging Face encoder

@@ -187,7 +187,7 @@ const Conversation = (() => {
     const unfold = folded && el("button", { class: "plain unfold", onclick: () => unfoldBlock(text) }, "show all of it");
     return el("section", { class: `block role-${cssRole(role)}${block.kind === "assistant" ? " own" : ""}${folded ? " folded" : ""}${OF_TEMPLATE[role] ? " tight" : ""}` },
       el("h4", {}, title, el("span", { class: "quiet" },
-        ` ${Dom.count(own.length, "token")}, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "given"}`)),
+        ` ${Dom.count(own.length, "token")}, ${trained ? `${trained} trained` : block.kind === "assistant" ? "none trained" : "not sampled"}`)),
       text, unfold, more);
   }
 
@@ -223,7 +223,7 @@ const Conversation = (() => {
     const sign = (kind, text) => el("span", { class: "sign" }, el("span", { class: `t ${kind}` }, "token"), ` ${text}`);
     const first = stream.querySelector(".trained");
     return el("div", { class: "legend" },
-      sign("trained", "trained"), sign("masked", "sampled, not trained"), sign("", "given: prompt, tools, template"),
+      sign("trained", "trained"), sign("masked", "sampled, not trained"), sign("", "not sampled: prompt, tools, template"),
       tokens.some((t) => isClipped(t.token)) && sign("clipped", "trained, but clipped"),
       tokens.some((t) => t.node.classList.contains("mismatch")) && sign("mismatch", "mismatch"),
       el("span", { class: "sign" }, el("label", { for: "colouring" }, "Colour by "), choose),
@@ -298,7 +298,7 @@ const Conversation = (() => {
     }
     const { token, block } = entry;
     const mask = token.trained ? (token.sampled ? "1: trained" : "1: trained on request, not sampled")
-      : token.sampled ? "0: sampled, but not trained" : "0: given, never trained";
+      : token.sampled ? "0: sampled, but not trained" : "0: not sampled, never trained";
     const clip = { 0: null, 1: "no", 2: "yes: its policy loss had no gradient" }[token.clip];
     const lines = [
       ["text", el("code", {}, Dom.visible(token.text))], ["id", token.id], ["position", token.position],

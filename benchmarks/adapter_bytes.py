@@ -1,0 +1,54 @@
+"""Bytes of one weight update of a policy with low-rank adapters: the adapters alone, and merged weights.
+
+    python benchmarks/adapter_bytes.py
+
+No weight is loaded, and nothing is downloaded: shapes decide. The table of docs/scaling.md is this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from verl_mt.config.actor import ModelConfig
+from verl_mt.extensions.cluster.replicas.adapters import AdapterShape, adapter_shape
+from verl_mt.modeling.load import meta_causal_lm
+from verl_mt.modeling.weights import named_weights
+
+RANKS = (8, 32)
+# Those of Qwen2.5-3B.
+LARGE = {
+    "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def models() -> Iterator[tuple[str, Any, torch.dtype]]:
+    """Name, module on the meta device, and the engine's dtype."""
+    yield "the shipped model", meta_causal_lm("verl_mt://tiny"), torch.float32
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(Qwen2Config(**LARGE), dtype=torch.bfloat16)
+    large.tie_weights()
+    yield "3.1 billion parameters (the shapes of Qwen2.5-3B)", large, torch.bfloat16
+
+
+def rows() -> Iterator[str]:
+    """The table's rows."""
+    for name, module, dtype in models():
+        merged = sum(tensor.numel() for _, tensor in named_weights(module)) * dtype.itemsize
+        for rank in RANKS:
+            shape = adapter_shape(ModelConfig(lora_rank=rank), module)
+            assert isinstance(shape, AdapterShape)
+            adapters = shape.num_bytes(dtype)
+            yield (
+                f"| {name} | `{str(dtype).removeprefix('torch.')}` | {rank} | {adapters:,} | {merged:,} | "
+                f"{merged / adapters:.0f} |"
+            )
+
+
+if __name__ == "__main__":
+    print("| model | engine's dtype | `lora_rank` | adapters | merged weights | times |\n|---|---|---|---|---|---|")
+    print("\n".join(rows()))
