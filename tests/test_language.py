@@ -8,11 +8,6 @@ import pytest
 from language import REPO, Text, page, pages, prose_of, texts_of_library, texts_of_source
 from language_figures import figures, sentences
 
-SOURCE_NOT_YET = {
-    "verl_mt/extensions/environments",
-}
-"""Packages with docstrings or error texts that are not rewritten yet. This list only gets shorter."""
-
 PAGES = {path.relative_to(REPO).as_posix(): path for path in pages()}
 
 
@@ -75,17 +70,8 @@ def test_texts_of_the_source_are_collected(tmp_path):
 
 @pytest.mark.parametrize("kind", ["docstring", "option", "error"])
 def test_no_text_of_the_library_has_a_banned_word(kind):
-    texts = [text for text in texts_of_library() if text.kind == kind and _package(text) not in SOURCE_NOT_YET]
+    texts = [text for text in texts_of_library() if text.kind == kind]
     assert [hit for text in texts for hit in text.hits()] == [], "words of tests/language.py"
-
-
-def test_packages_that_are_not_rewritten_have_banned_words():
-    left = {_package(text) for text in texts_of_library() if any(text.hits())}
-    assert sorted(SOURCE_NOT_YET - left) == [], "they have no banned word any more: take them off SOURCE_NOT_YET"
-
-
-def _package(text: Text) -> str:
-    return text.file.parent.relative_to(REPO).as_posix()
 
 
 def test_the_library_has_texts_of_each_kind():

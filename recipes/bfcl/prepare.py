@@ -15,11 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from verl_mt.errors import VerlMTError
 from verl_mt.extensions.environments.bfcl import CATEGORIES, row_of, tasks
+from verl_mt.extensions.environments.replay import write_tasks
 
 SPLITS = ("train", "test", "all")
 
@@ -46,15 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--categories", nargs="+", default=list(CATEGORIES), choices=CATEGORIES)
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
-    try:
-        rows = make_rows(args.split, args.categories)
-    except VerlMTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), args.out)
-    print(f"{len(rows)} tasks -> {args.out}")
-    return 0
+    return write_tasks(lambda: make_rows(args.split, args.categories), args.out)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,17 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import random
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from verl_mt.config.compose import compose
 from verl_mt.config_paths import TINY_MODEL
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.trajectory import Trajectory
-from verl_mt.errors import VerlMTError
 from verl_mt.extensions.environments.bfcl import BFCL, CATEGORIES, row_of, tasks
-from verl_mt.extensions.environments.replay import call_text, replay
+from verl_mt.extensions.environments.replay import call_text, replay_tasks, report_differences
 
 Solution = list[list[str]]
 """Turn of the user -> calls, as Python writes them."""
@@ -68,22 +63,11 @@ def said(turns: Solution) -> list[str]:
 
 def play(ids: Sequence[str], *, remove: bool, model: str = TINY_MODEL) -> list[Trajectory]:
     """The solutions of these tasks, through our session."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.jsonl"
-        file.write_text("".join(json.dumps(row_of(task_id)) + "\n" for task_id in ids))
-        words = [
-            "experiment=bfcl", f"actor_rollout_ref.model.path={model}", f"data.val_files={file}",
-            "data.max_prompt_length=100000", "actor_rollout_ref.rollout.response_length=900000",
-            "actor_rollout_ref.actor.ppo_max_token_len=1000000",
-            "actor_rollout_ref.rollout.max_tokens_per_turn=4096", "actor_rollout_ref.rollout.name=local",
-            "actor_rollout_ref.rollout.multi_turn.max_tool_response_tokens=100000",
-            "actor_rollout_ref.rollout.max_concurrent=16",
-        ]  # fmt: skip
 
-        def turns_of(row: DataRow) -> list[str]:
-            return said(solution(row.raw["id"], remove=remove))
+    def turns_of(row: DataRow) -> list[str]:
+        return said(solution(row.raw["id"], remove=remove))
 
-        return replay(compose(words), turns_of)
+    return replay_tasks("bfcl", model, [row_of(task_id) for task_id in ids], turns_of)
 
 
 def differences(ids: Sequence[str], *, remove: bool, model: str = TINY_MODEL) -> tuple[Counter[str], list[str]]:
@@ -108,18 +92,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="play every Nth task only")
     parser.add_argument("--model", default=TINY_MODEL, help="whose tokenizer and chat template are used")
     args = parser.parse_args(argv)
-    try:
-        chosen = tuple(f"multi_turn_{category}_" for category in args.categories)
-        ids = [task_id for task_id in tasks() if task_id.startswith(chosen)][:: args.every]
-        begun = time.monotonic()
-        counts, wrong = differences(ids, remove=args.remove, model=args.model)
-    except VerlMTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    print(f"{len(ids)} tasks: {dict(counts)}, {len(wrong)} differ, {time.monotonic() - begun:.0f} s")
-    for line in wrong:
-        print(line)
-    return int(bool(wrong))
+
+    def chosen() -> list[str]:
+        prefixes = tuple(f"multi_turn_{category}_" for category in args.categories)
+        return [task_id for task_id in tasks() if task_id.startswith(prefixes)][:: args.every]
+
+    return report_differences(chosen, partial(differences, remove=args.remove, model=args.model))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from verl_mt.errors import VerlMTError
+from verl_mt.extensions.environments.replay import write_tasks
 from verl_mt.extensions.environments.tau2 import row_of, splits
 
 
@@ -25,15 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", required=True, choices=("train", "test", "base"), help="base is all tasks")
     parser.add_argument("--out", required=True, type=Path)
     args = parser.parse_args(argv)
-    try:
-        rows = [row_of(task_id) for task_id in splits()[args.split]]
-    except VerlMTError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), args.out)
-    print(f"{len(rows)} tasks -> {args.out}")
-    return 0
+    return write_tasks(lambda: [row_of(task_id) for task_id in splits()[args.split]], args.out)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_a_call_that_was_given_up_is_the_end_of_its_session(server):
     turns = [call("add", item="slow"), call("add", item="pen"), "done"]
     (failed,) = play(kind.cls, turns, {"seed": 1}, prompt=prompt, config=kind.config, timeout_s=0.3)
     texts = [c for r, c in words_of(failed) if r == "tool"]
-    assert "timed out after 0.3 s" in texts[0] and "with it went the episode" in texts[1]
+    assert "timed out after 0.3 s" in texts[0] and "so the episode failed" in texts[1]
     assert "(OpenEnv.score) of trajectory" in failed.error
 
 

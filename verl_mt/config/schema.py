@@ -361,7 +361,7 @@ class TrainerConfig(Section):
         when=only("trainer.resume_mode", "resume_path", "other_data"),
         may_change=True,
     )
-    seed: int = option(0, "Seed of the run: sampling, shuffling, initial state.")
+    seed: int = option(0, "Seed of the run: sampling, mini-batches, initial state. The row order has data.seed.")
     deterministic: bool = option(
         False,
         "The same config gives the same weights, bit for bit, also when killed and resumed (local, scripted).",

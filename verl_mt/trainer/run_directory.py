@@ -306,7 +306,7 @@ def _refuse_changed_config(path: Path, config: dict[str, Any], trainer: TrainerC
     shown = "\n".join(line for line in lines if not line.startswith("@@"))
     raise CheckpointError(
         f"{path} holds an unfinished run with another config:\n{shown}\n"
-        f"Give the same command to resume it{go_on}, or {way_out}."
+        f"Give the same command to resume it{go_on}, or {way_out}. To continue with other settings: docs/resume.md."
     )
 
 

@@ -20,21 +20,21 @@ from verl_mt.environments.base import Done, Environment
 from verl_mt.errors import DataError, PluginError, ToolCallError, value_text
 
 CATEGORIES = ("base", "long_context", "miss_func", "miss_param")
-"""Each has 200 tasks. Tasks of one number are variants of each other."""
+"""Each category has 200 tasks. Tasks with the same number are variants of each other."""
 _TYPES = {"dict": "object", "float": "number"}
 """A type of the benchmark's documents -> its name in JSON Schema."""
 _LARGEST = {"exponent": 1000, "precision": 1000}
-"""Arguments of the calculator: with larger numbers a call takes minutes, and nothing else runs meanwhile."""
+"""Limits of the calculator's arguments. A call with larger numbers takes minutes and blocks the process."""
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()
-"""The services keep what they return in objects of their modules."""
+"""Of the services' modules, whose objects hold results of calls."""
 
 
 def _folder() -> Path:
     """The package, found without an import: `bfcl_eval` makes folders beside itself when some of its modules load.
 
     Raises:
-        PluginError: it is not installed.
+        PluginError: the package is not installed.
     """
     found = find_spec("bfcl_eval")
     if found is None or found.origin is None:
@@ -122,7 +122,7 @@ class BFCL(Environment):
 
     @classmethod
     def tool_schemas(cls, **config: Any) -> list[dict[str, Any]]:
-        """All functions of all services; the row selects (`row_of`)."""
+        """All functions of all services. The row selects some of them (`row_of`)."""
         return [schema for service in _functions().values() for schema in service.values()]
 
     def reset(self, id: str, **row: Any) -> list[Message]:

@@ -50,12 +50,12 @@ from verl_mt.tools.toolset import ToolSet
 SIBLINGS = 16
 ACTIONS = 8
 _DEADLINE_S = 60.0
-"""Of a call: the first one may import a large library."""
+"""Deadline of a call. The first call may import a large library."""
 _SHORT_S = 0.2
 _EPISODES = 5
-"""That are looked at for what they leave behind."""
+"""Episodes of the look at the state of the process."""
 _PROCESSES = 4
-"""At the same time."""
+"""Processes at the same time."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Line:
 
 @dataclass
 class Subject:
-    """What is checked."""
+    """The environment, and its episodes."""
 
     kind: Kind
     rows: Sequence[Mapping[str, Any]]
     scripts: list[Script] = field(default_factory=list)
     expected: list[Trace] = field(default_factory=list)
-    """Of each script, alone in a new process."""
+    """The trace of each script, played alone in a new process."""
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -92,25 +92,31 @@ def check(path: str, config: Mapping[str, Any] | None = None, rows: Sequence[Map
     Args:
         path: as `rollout.environment.path`.
         config: as `rollout.environment.config`.
-        rows: rows of the data set; () = two with a seed each.
+        rows: rows of the data set. () = two rows with a seed.
+
+    Returns:
+        The lines of the report.
 
     Raises:
-        VerlMTError: it is no environment, or no episode can begin; names class and line.
+        VerlMTError: the class is no environment, or no episode can begin. Names class and line.
     """
     kind = build_kind(path, dict(config or {}), timeout_s=_DEADLINE_S)
     return check_kind(kind, rows or [{"seed": 1}, {"seed": 2}], path=path)
 
 
 def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]], *, path: str | None = None) -> list[Line]:
-    """Check an environment that is built already.
+    """Check an environment that is already built.
 
     Args:
         kind: the environment.
         rows: rows of the data set.
-        path: where a new interpreter finds it; None = only copies of this process are looked at.
+        path: where a new interpreter finds the class. None = check in copies of this process only.
+
+    Returns:
+        The lines of the report.
 
     Raises:
-        VerlMTError: a row lacks a column, or no episode can begin; names class and line.
+        VerlMTError: a row lacks a column, or no episode can begin. Names class and line.
     """
     subject = Subject(kind, rows)
     for row in subject.rows:
@@ -133,7 +139,7 @@ def check_kind(kind: Kind, rows: Sequence[Mapping[str, Any]], *, path: str | Non
 
 
 def _looked(subject: Subject, what: str, look: Callable[[Subject], Iterator[Line]]) -> list[Line]:
-    """The lines of a look. Siblings may wait for each other until their process is ended."""
+    """The lines of a look. Siblings that share something may wait for each other until their deadline."""
     try:
         return list(look(subject))
     except ChildFailed as error:
@@ -147,7 +153,7 @@ def _alone(subject: Subject, script: Script) -> Trace:
 
 
 def _determinism(subject: Subject) -> Line:
-    """The same actions in two new processes; also makes what the others are compared with."""
+    """The same actions in two new processes. Also sets the traces that the other looks compare with."""
     subject.expected = [_alone(subject, script) for script in subject.scripts]
     for script, expected in zip(subject.scripts, subject.expected):
         if found := _difference(expected, _alone(subject, script)):
@@ -161,7 +167,7 @@ def _determinism(subject: Subject) -> Line:
 
 
 def _anew(subject: Subject, path: str) -> Line | None:
-    """The same actions where the class is imported again; None = they are answered in the same way."""
+    """The same actions in a new interpreter, which imports the class again. None = the traces are equal."""
     some = subject.scripts[: len(subject.rows)]
     try:
         traces = play_anew(path, subject.kind.config, some, subject.kind.timeout_s)
@@ -202,7 +208,7 @@ def _processes(subject: Subject) -> Iterator[Line]:
 
 
 def _process(subject: Subject) -> Iterator[Line]:
-    """What episodes leave behind in their process."""
+    """Changes that episodes leave in their process."""
     what = "process state"
     changed, used = in_child(partial(what_stays, subject.kind, subject.scripts[:_EPISODES]))
     if changed:
@@ -222,7 +228,7 @@ def _compared(subject: Subject, what: str, traces: Sequence[Trace], when: str) -
 
 
 def _difference(expected: Trace, got: Trace) -> str | None:
-    """Where two traces part."""
+    """The first difference of two traces. None = they are equal."""
     if expected == got:
         return None
     place = next((k for k, (a, b) in enumerate(zip(expected, got)) if a != b), min(len(expected), len(got)))
@@ -258,7 +264,7 @@ def _order(subject: Subject) -> Iterator[Line]:
     one = in_child(lambda: asyncio.run(answers([calls])))
     each = in_child(lambda: asyncio.run(answers([[c] for c in calls])))
     if one == each:
-        yield Line("ok", what, f"{len(calls)} calls of one turn are answered as in turns of their own")
+        yield Line("ok", what, f"{len(calls)} calls of one turn are answered as in separate turns")
     else:
         yield Line("wrong", what, f"{subject.place}: {len(calls)} calls of one turn gave {one} instead of {each}")
 
@@ -276,8 +282,10 @@ def _fork(subject: Subject) -> Iterator[Line]:
     place = place_of(kind.cls, kind.cls.fork)
 
     async def played(split: int, number: int | None, of_copy: bool = False) -> Trace:
-        """What an object says after `split` actions, when a copy of it has acted so often (None = there is no copy); or
-        what another copy says in its place."""
+        """The answers of an object after `split` actions, while a copy of it makes `number` actions (None = no copy).
+
+        With `of_copy`: the answers of another copy instead.
+        """
         session = ProbedSession(kind, "fork")
         try:
             await session.start(whole.row)
@@ -326,7 +334,7 @@ _LOOKS: dict[str, Callable[[Subject], Iterator[Line]]] = {
 
 
 def _closing(subject: Subject) -> Iterator[Line]:
-    """Closed once, whatever happens before."""
+    """`close` is called exactly once, also after an error, a deadline and a cancellation."""
     kind, what = subject.kind, "closed once"
     if not hasattr(kind.cls, "close"):
         yield Line("note", what, "the class has no close()")
@@ -354,7 +362,7 @@ def _closing(subject: Subject) -> Iterator[Line]:
 
 
 def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = False, cancelled: bool = False) -> Any:
-    """How often `close` was called, and what it raised. Runs in a child, whose class it may change."""
+    """Number of calls of `close`, and the error that it raised. Runs in a child process and changes the class there."""
     calls, hold, cls = [], threading.Event(), kind.cls
     close, reset = cls.close, cls.reset  # type: ignore[attr-defined]
 
@@ -432,7 +440,11 @@ def _pickled(subject: Subject) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit status: 1 where something is wrong, 2 where it is no environment."""
+    """Run the command.
+
+    Returns:
+        The exit status: 1 = something is wrong, 2 = the class is no environment.
+    """
     parser = argparse.ArgumentParser(prog="verl-mt env", description=(__doc__ or "").partition("`: ")[2])
     parser.add_argument("command", choices=("check",), help="what to do")
     parser.add_argument("path", metavar="PATH", help="registered name, dotted path or file.py:Name")

@@ -13,7 +13,7 @@ from verl_mt.environments.base import Done, Environment
 from verl_mt.errors import ConfigError, PluginError, ToolCallError
 
 _ANSWER_S = 86_400.0
-"""The client's own deadline, which those of the run come before."""
+"""Deadline of the client in seconds, longer than the deadlines of a run."""
 _CONNECT_S = 10.0
 _OWN_COLUMNS = ("prompt", "data_source", "environment", "reward_model", "extra_info", "ability", "images", "videos")
 _OF_MCP = ("Action", "CallToolAction", "ListToolsAction")
@@ -120,7 +120,7 @@ def _client_class() -> type[Any]:
 
         def check(self) -> None:
             if self.has_begun and (self._ws is None or self._ws.close_code is not None):
-                raise ConnectionError(f"the connection to {self._ws_url} broke, and with it went the episode")
+                raise ConnectionError(f"the connection to {self._ws_url} broke, so the episode failed")
 
         async def _ensure_connected(self) -> None:
             self.check()

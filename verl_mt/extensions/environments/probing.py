@@ -1,4 +1,4 @@
-"""What an environment answers to fixed actions, in processes of their own: the material of `env check`."""
+"""Answers of an environment to fixed actions, in separate processes: the material of `env check`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from verl_mt.tools.toolset import ToolSet
 Action = tuple[str, Any]
 """(tool, its arguments), or ("", the text of a reply)."""
 Trace = tuple[str, ...]
-"""What an environment said: its prompt, the answer to each action, and at the end its score and state."""
+"""The texts of an episode: prompt, the answer to each action, and at the end score and state."""
 
 _CHILD_S = 300.0
-"""Deadline of a process."""
+"""Deadline of a process in seconds."""
 _MARK = "\ntraces of a new interpreter: "
 _WORD = re.compile(r"\[\w+\]|\w+")
 
 
 @dataclass(frozen=True)
 class Script:
-    """One episode: a row, and what is done in it."""
+    """One episode: a row and its actions."""
 
     row: Mapping[str, Any]
     actions: Sequence[Action]
@@ -48,11 +48,11 @@ class Script:
 
 @dataclass
 class Played:
-    """What came of episodes in one process."""
+    """The traces of episodes in one process."""
 
     traces: list[Trace]
     seconds: list[float] = field(default_factory=list)
-    """Of each constructor and reset."""
+    """Duration of each constructor with its reset."""
 
 
 class ChildFailed(PluginError):
@@ -60,11 +60,11 @@ class ChildFailed(PluginError):
 
 
 class Child:
-    """Runs `work` in a forked process, where nothing of another episode has happened.
+    """Runs `work` in a forked process, where no other episode has run.
 
     Args:
-        work: called in the child; what it returns is sent here.
-        folder: its folder for temporary files; None = a new one, which is removed.
+        work: called in the child. Its result is sent to this process.
+        folder: the child's folder for temporary files. None = a new one, which is removed.
     """
 
     def __init__(self, work: Callable[[], Any], folder: Path | None = None):
@@ -78,10 +78,10 @@ class Child:
         theirs.close()
 
     def result(self) -> Any:
-        """What `work` returned.
+        """The result of `work`. Waits for the child.
 
         Raises:
-            ChildFailed: it raised, died, or did not end in time.
+            ChildFailed: the child raised, died, or did not end in time.
         """
         with self._stack:
             try:
@@ -112,25 +112,25 @@ def _child(work: Callable[[], Any], connection: Any, folder: str) -> None:
     except BaseException as error:
         connection.send((True, error_text(error, named=True)))
     connection.close()
-    os._exit(0)  # threads that hang do not hold it up
+    os._exit(0)  # does not wait for threads that hang
 
 
 class ProbedSession(EnvironmentSession):
-    """With what only a check asks for."""
+    """A session that also shows its object, state and copies."""
 
     @property
     def environment(self) -> Environment | None:
-        """The object; None before it is made."""
+        """The object. None before it is made."""
         return self._environment
 
     @property
     def closing_error(self) -> BaseException | None:
-        """What `close` raised."""
+        """The exception that `close` raised."""
         closing = self._closing
         return closing.exception() if closing is not None and closing.done() and not closing.cancelled() else None
 
     async def state(self) -> Any:
-        """What `state()` returned. Raises `UserCodeError`."""
+        """The result of `state()`. Raises `UserCodeError`."""
         state = self._environment.state  # type: ignore[union-attr]
         return await self._checked(state, state, {})
 
@@ -159,7 +159,7 @@ def find_actions(kind: Kind, row: Mapping[str, Any], count: int, seed: int) -> l
                 actions.append(action)
                 seen.append(await act(session, action))
         except UserCodeError:
-            pass  # the episodes that are compared say it
+            pass  # the compared episodes report it
         finally:
             with contextlib.suppress(UserCodeError):
                 await session.close()
@@ -174,8 +174,8 @@ def play(kind: Kind, scripts: Sequence[Script], *, at_once: str = "") -> Played:
     Args:
         kind: the environment.
         scripts: the episodes.
-        at_once: "" = one after the other. `turns` = all alive, one action of each at a time. `threads` = all alive, as
-            fast as they can.
+        at_once: "" = one after the other. `turns` = all alive, one action of each in turn. `threads` = all alive,
+            each without a wait for the others.
     """
     return asyncio.run(_play(kind, scripts, at_once))
 
@@ -204,7 +204,7 @@ async def _play(kind: Kind, scripts: Sequence[Script], at_once: str) -> Played:
 
 
 async def _one_after_the_other(kind: Kind, scripts: Sequence[Script]) -> Played:
-    """Each object is gone before the next is made, so that one may get its place in memory and its thread's number."""
+    """Each object is freed before the next one is made, which may get its address and its thread's number."""
     played = Played([])
     for number, script in enumerate(scripts):
         episode = _Episode(kind, script, number)
@@ -218,17 +218,20 @@ async def _one_after_the_other(kind: Kind, scripts: Sequence[Script]) -> Played:
 
 
 def play_anew(path: str, config: Mapping[str, Any], scripts: Sequence[Script], timeout_s: float) -> list[Trace]:
-    """Play scripts in a new interpreter, which imports the class again and hashes texts in another way.
+    """Play scripts in a new interpreter. It imports the class again and hashes texts with another seed.
 
     Args:
         path: as `rollout.environment.path`.
         config: as `rollout.environment.config`.
         scripts: the episodes.
-        timeout_s: deadline of each call.
+        timeout_s: deadline of each call in seconds.
+
+    Returns:
+        The trace of each script.
 
     Raises:
         ChildFailed: the interpreter ended with an error.
-        TypeError: rows or configuration are no JSON.
+        TypeError: rows or configuration cannot be written as JSON.
     """
     told = json.dumps([path, config, [[script.row, script.actions] for script in scripts], timeout_s])
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
@@ -252,9 +255,9 @@ def _anew() -> None:
 
 
 def what_stays(kind: Kind, scripts: Sequence[Script]) -> tuple[list[str], list[str]]:
-    """What episodes change in their process, and what they only use of it. Runs in a child.
+    """The process state that episodes change, and the shared state that they only read. Runs in a child.
 
-    The first one is not counted: it may import.
+    The first episode is not counted, because it may import modules.
     """
     new = ProcessState()
     play(kind, scripts[:1])
@@ -291,7 +294,7 @@ class _Episode:
 
 
 async def ending(session: ProbedSession) -> list[str]:
-    """Its score and state."""
+    """Score and state of an episode."""
     found = [f"done: {session.over}"]
     if session.kind.scores:
         found.append(f"score: {await session.score()}")
@@ -301,7 +304,7 @@ async def ending(session: ProbedSession) -> list[str]:
 
 
 async def act(session: EnvironmentSession, action: Action) -> str:
-    """What an action brings, as the model reads it."""
+    """The answer to an action, as the model reads it."""
     name, given = action
     try:
         if not name:
@@ -342,7 +345,7 @@ def _value(schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) 
 
 
 def orders(actions: Sequence[Action], count: int, seed: int) -> Iterator[list[Action]]:
-    """The actions in so many orders; the first one as they are."""
+    """The actions in `count` orders. The first order is the original one."""
     rng = random.Random(seed)
     yield list(actions)
     for _ in range(count - 1):

@@ -1,4 +1,4 @@
-"""What an episode leaves behind in its process: settings that all code there shares, threads and open files."""
+"""The state of a process that an episode may change: shared settings, threads and open files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any
 Patched = dict[tuple[str, str], Any]
 """(module, name) -> function."""
 _GRACE_S = 1.0
-"""A thread or a connection that is told to end has so long."""
+"""Seconds that a thread or a connection has for its end."""
 _OURS = ("environment ", "close of environment ", "MainThread")
 
 
@@ -65,12 +65,12 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the profiler of threads": (threading.getprofile, threading.setprofile),
     "signal handlers": (lambda: [signal.getsignal(number) for number in signal.valid_signals()], lambda found: None),
 }
-"""What -> how to read it and how to set it."""
+"""Name of a setting -> functions that read and set it."""
 
 
 @dataclass
 class ProcessState:
-    """What can be seen of a process."""
+    """The shared state of a process."""
 
     settings: dict[str, Any] = field(default_factory=lambda: {name: get() for name, (get, _) in _SETTINGS.items()})
     functions: Patched = field(default_factory=lambda: _functions())
@@ -78,7 +78,7 @@ class ProcessState:
     counts: dict[str, int] = field(default_factory=lambda: _counts())
 
     def restore(self) -> None:
-        """Set the settings and functions as they were, without what imports have left behind.
+        """Set settings and functions back to this state. Loaded modules stay loaded.
 
         Draws from each shared generator, so that seeding it again is a change.
         """
@@ -95,11 +95,14 @@ class ProcessState:
             torch.rand(())
 
     def changes(self, before: ProcessState, episodes: int) -> tuple[list[str], list[str]]:
-        """What episodes have changed, and what they have only used.
+        """Compare this state with an earlier one.
 
         Args:
-            before: the state before them.
-            episodes: how many. What each may leave once, such as a thread of a pool, is no change.
+            before: the state before the episodes.
+            episodes: their number. One more thread or file for all of them, as of a pool, is no change.
+
+        Returns:
+            (changed state, shared state that is only used).
         """
         changed = [name for name in _SETTINGS if not _same(before.settings[name], self.settings[name])]
         changed = [_named(name, before.settings[name], self.settings[name]) for name in changed]
@@ -163,7 +166,7 @@ def _counts() -> dict[str, int]:
 
 
 def settled(before: ProcessState, episodes: int) -> ProcessState:
-    """The state now, when threads and connections that are told to end have had time to."""
+    """The state after threads and connections have had time to end."""
     ends = time.monotonic() + _GRACE_S
     while True:
         gc.collect()

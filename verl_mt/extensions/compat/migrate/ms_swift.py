@@ -463,7 +463,7 @@ def _changed(given: _Given, launch: Launch) -> None:
     if _one(given, "sleep_level") not in (None, "0") and _one(given, "use_vllm") == "true":
         launch.changed.append(
             f"--sleep_level {given.pop('sleep_level')[0]}: vLLM engines keep their GPU memory while training runs. "
-            "Choose a --vllm_gpu_memory_utilization that leaves room for training, or "
+            "Choose a --vllm_gpu_memory_utilization that leaves memory for training, or "
             "actor_rollout_ref.rollout.name=sglang"
         )
     if _one(given, "async_generate") == "true":

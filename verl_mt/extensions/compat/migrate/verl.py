@@ -211,7 +211,7 @@ def _keeping_its_memory(words: list[str], values: dict[str, Any], said: list[str
         return words
     said.append(
         f"{key}=True -> False: vLLM engines keep their GPU memory while training runs. Choose a "
-        "gpu_memory_utilization that leaves room for training, or rollout.name=sglang"
+        "gpu_memory_utilization that leaves memory for training, or rollout.name=sglang"
     )
     return [*(word for word in words if word.lstrip("+").partition("=")[0] != key), f"{key}=False"]
 
