@@ -151,9 +151,8 @@ class PackedRows:
     @cached_property
     def _groups(self) -> tuple[list[_Group], Tensor | None]:
         """Those of `attend`, and where each token is in what they give; None = in order."""
-        device, num_tokens = self.input_ids_1T.device, self.input_ids_1T.shape[1]
-        groups: list[_Group] = []
-        order, filled = np.zeros(num_tokens, dtype=np.int64), 0
+        device = self.input_ids_1T.device
+        groups, order, filled = list[_Group](), np.zeros(self.input_ids_1T.shape[1], dtype=np.int64), 0
         for members in _alike(self.segments):
             group, own = _group([self.segments[i] for i in members], self._starts[members], self._place_BT, device)
             groups.append(group)
@@ -163,7 +162,7 @@ class PackedRows:
                 order[self._starts[i] : self._starts[i] + size] = first + np.arange(size)
             filled += len(members) * own[1]
         # Groups attend in an order of their own; one gather puts their outputs back, and most often none is needed.
-        in_order = filled == num_tokens and bool((order == np.arange(filled)).all())
+        in_order = filled == len(order) and bool((order == np.arange(filled)).all())
         return groups, None if in_order else torch.from_numpy(order).to(device)
 
     def arguments(self) -> dict[str, Any]:

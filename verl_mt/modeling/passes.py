@@ -25,9 +25,6 @@ from verl_mt.modeling.shared_prefix import can_share_prefixes, eval_mode, plan_p
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "verl_mt_passes"
 
-PackedPass = Callable[[Any, Any, packing.PackedRows], Tensor | None]
-"""(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None = the decoder itself computes them."""
-
 
 @dataclass(frozen=True)
 class Passes:
@@ -39,8 +36,8 @@ class Passes:
     """What rows have in common goes through once."""
     sequence: SequenceGroup | None = None
     """The ranks that have a part of each packed sequence."""
-    packed_pass: PackedPass = lambda *_: None
-    """Computes packed rows in place of the decoder's own pass."""
+    packed_pass: Callable[[Any, Any, packing.PackedRows], Tensor | None] = lambda *_: None
+    """(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None: the decoder computes them itself."""
     head: Callable[..., tuple[Tensor, Tensor | None]] = head_log_probs
     """Log-probs behind the model's head, as `head_log_probs`; without entropies if they are a metric only."""
 

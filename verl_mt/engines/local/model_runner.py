@@ -59,8 +59,8 @@ class KVCache:
     def reserve(self, num_rows: int, length: int) -> bool:
         """Grow to `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
         rows, positions = self.num_rows, self.length
-        if not rows:  # a released cache comes back as large as it was: growing step by step copies what is stored
-            num_rows, length = max(num_rows, self._before[0]), max(length, self._before[1])
+        # A released cache comes back as large as it was: growing step by step copies what is stored.
+        num_rows, length = max(num_rows, self._before[0]), max(length, self._before[1])
         if num_rows > rows:
             rows = min(self.max_rows, _round_up(max(num_rows, rows * 3 // 2), _ROW_CHUNK))
         if length > positions:
@@ -101,8 +101,7 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back; everything stored is lost."""
-        if self.num_rows:
-            self._before = (self.num_rows, self.length)
+        self._before = (max(self._before[0], self.num_rows), max(self._before[1], self.length))
         self.num_rows = self.length = 0
         self._keys.clear()
         self._values.clear()

@@ -6,6 +6,7 @@ A layer is one autograd function. Its products are torch's and write beside each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,10 @@ from verl_mt.extensions.cpu_kernels.bindings import TrainingLibrary, Tree
 from verl_mt.extensions.cpu_kernels.build import Built
 from verl_mt.extensions.cpu_kernels.forward import why_not
 from verl_mt.modeling.packing import PackedRows, Segment
-from verl_mt.modeling.passes import PackedPass
 
 
-def compiled_pass(built: Built) -> PackedPass:
-    """What computes packed rows with these kernels."""
+def compiled_pass(built: Built) -> Callable[[Any, Any, PackedRows], Tensor | None]:
+    """What computes packed rows with these kernels: `Passes.packed_pass`."""
     library = TrainingLibrary(built)
 
     def run(model: Any, base: Any, rows: PackedRows) -> Tensor | None:
