@@ -15,6 +15,7 @@ from engine_models import PROMPT, assert_exact, engine_of, make_model, plain_log
 from verl_mt.data.requests import VersionSpan
 from verl_mt.engines.base import Disk, InPlace, TensorBuckets
 from verl_mt.engines.local import LocalEngine, LocalOptions
+from verl_mt.engines.local.model_runner import KVCache
 from verl_mt.errors import DeadlineError, EngineError
 from verl_mt.modeling.weights import named_weights
 
@@ -427,3 +428,23 @@ def test_a_turn_ends_at_the_longest_sequence_the_engine_allows(qwen3, run_async)
             assert (len(output.token_ids), output.finish_reason) == (6, "length")
 
     run_async(go())
+
+
+def test_a_small_cache_that_was_released_has_its_size_at_once(monkeypatch):
+    cache, kv = KVCache(64, 1024), (torch.ones(1, 2, 8), torch.ones(1, 2, 8))
+    at = torch.tensor([0])
+
+    def life(*sizes: tuple[int, int]) -> tuple[int, int]:
+        for rows, length in sizes:
+            cache.reserve(rows, length)
+            cache.write(0, at, at, kv)
+        size = cache.num_rows, cache.length
+        cache.release()
+        return size
+
+    assert life((4, 60), (40, 100)) == (48, 128)
+    assert life((4, 60)) == (48, 128)
+    # Longer than before: many rows are not kept for it.
+    assert life((4, 500)) == (16, 512)
+    monkeypatch.setattr("verl_mt.engines.local.model_runner._RETURNING_BYTES", 0)
+    assert life((4, 60)) == (16, 512) and life((4, 60)) == (16, 64)

@@ -35,6 +35,8 @@ _LEN_MULTIPLE = 16
 _CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
 """Keys and values that are read in the time that a call of the attention takes by itself: rows of other lengths are
 read in a separate call where reading them as long as the others would cost more."""
+_RETURNING_BYTES = 128 << 20
+"""A released cache that was not larger gets the same size when it is used again."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
 _LEN_CHUNK = 64
@@ -59,8 +61,8 @@ class KVCache:
     def reserve(self, num_rows: int, length: int) -> bool:
         """Grow to `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
         rows, positions = self.num_rows, self.length
-        # A released cache comes back as large as it was: growing step by step copies what is stored.
-        num_rows, length = max(num_rows, self._before[0]), max(length, self._before[1])
+        if not rows and length <= self._before[1]:  # as large as it was: growing step by step copies what is stored
+            num_rows, length = max(num_rows, self._before[0]), self._before[1]
         if num_rows > rows:
             rows = min(self.max_rows, _round_up(max(num_rows, rows * 3 // 2), _ROW_CHUNK))
         if length > positions:
@@ -101,7 +103,8 @@ class KVCache:
 
     def release(self) -> None:
         """Give the memory back; everything stored is lost."""
-        self._before = (max(self._before[0], self.num_rows), max(self._before[1], self.length))
+        if self.num_rows:
+            self._before = (self.num_rows, self.length) if self.num_bytes <= _RETURNING_BYTES else (0, 0)
         self.num_rows = self.length = 0
         self._keys.clear()
         self._values.clear()
