@@ -36,7 +36,7 @@ class Passes:
     """What rows have in common goes through once."""
     sequence: SequenceGroup | None = None
     """The ranks that have a part of each packed sequence."""
-    packed_pass: Callable[[Any, Any, packing.PackedRows], Tensor | None] = lambda *_: None
+    packed_pass: Callable[[Any, Any, packing.PackedRows], Tensor | None] | None = None
     """(model, its decoder, rows) -> hidden states [N, H] at `rows.wanted_N`; None: the decoder computes them itself."""
     head: Callable[..., tuple[Tensor, Tensor | None]] = head_log_probs
     """Log-probs behind the model's head, as `head_log_probs`; without entropies if they are a metric only."""
@@ -114,7 +114,7 @@ def hidden_of_padded(
     passes = passes_of(model)
     if passes.packed:
         rows = packing.PackedRows(ids_BT, *index, share=passes.share_prefixes, sequence=passes.sequence)
-        if (found := passes.packed_pass(model, base, rows)) is not None:
+        if passes.packed_pass and (found := passes.packed_pass(model, base, rows)) is not None:
             return found, None
         places, own = rows.wanted()
         return base(**rows.arguments()).last_hidden_state[0, places], own
