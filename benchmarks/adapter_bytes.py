@@ -1,16 +1,18 @@
 """Bytes of one weight update of a policy with low-rank adapters: the adapters alone, and merged weights.
 
-    python benchmarks/adapter_bytes.py
+    python benchmarks/adapter_bytes.py [--out FILE]
 
 No weight is loaded, and nothing is downloaded: shapes decide. The table of docs/scaling.md is this one.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from provenance import add_out, write_rows
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl_mt.config.actor import ModelConfig
@@ -35,20 +37,39 @@ def models() -> Iterator[tuple[str, Any, torch.dtype]]:
     yield "3.1 billion parameters (the shapes of Qwen2.5-3B)", large, torch.bfloat16
 
 
-def rows() -> Iterator[str]:
-    """The table's rows."""
+def updates() -> Iterator[dict[str, Any]]:
+    """Bytes of an update, by model and rank."""
     for name, module, dtype in models():
         merged = sum(tensor.numel() for _, tensor in named_weights(module)) * dtype.itemsize
         for rank in RANKS:
             shape = adapter_shape(ModelConfig(lora_rank=rank), module)
             assert isinstance(shape, AdapterShape)
-            adapters = shape.num_bytes(dtype)
-            yield (
-                f"| {name} | `{str(dtype).removeprefix('torch.')}` | {rank} | {adapters:,} | {merged:,} | "
-                f"{merged / adapters:.0f} |"
-            )
+            dtype_name = str(dtype).removeprefix("torch.")
+            yield {
+                "model": name, "dtype": dtype_name, "rank": rank, "adapters": shape.num_bytes(dtype), "merged": merged,
+            }  # fmt: skip
+
+
+def row(update: dict[str, Any]) -> str:
+    """Of the table in docs/scaling.md."""
+    times = update["merged"] / update["adapters"]
+    return (
+        f"| {update['model']} | `{update['dtype']}` | {update['rank']} | {update['adapters']:,} | "
+        f"{update['merged']:,} | {times:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_out(parser)
+    args = parser.parse_args()
+    found = list(updates())
+    write_rows(args.out, found)
+    print("| model | engine's dtype | `lora_rank` | adapters | merged weights | times |\n|---|---|---|---|---|---|")
+    print("\n".join(map(row, found)))
+    times = [update["merged"] / update["adapters"] for update in found]
+    print(f"merged weights / adapters: {min(times):.1f} to {max(times):.1f} times the bytes of an update")
 
 
 if __name__ == "__main__":
-    print("| model | engine's dtype | `lora_rank` | adapters | merged weights | times |\n|---|---|---|---|---|---|")
-    print("\n".join(rows()))
+    main()

@@ -223,7 +223,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
         (["a", "b"], "name one run, not 2: a b"),
-        (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect without --run"),
+        (["--model", "verl_mt://tiny", "--trust"], "--trust has no effect without RUN"),
         (["--model", "verl_mt://tiny", "--system", "Be brief."], "--system has no effect without --chat"),
         (["data.seed=1", "no/such/run", "--n", "2"], "no/such/run has no config.yaml"),
         (["-m", "trainer.seed=1,2"], "unknown flag -m. Evaluation takes one configuration"),

@@ -84,9 +84,9 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
     args.run = next(iter(runs), None)
     if args.n is not None and args.n < 1:
         raise ConfigError(f"--n is {args.n}, must be at least 1")
-    for flag, needed in ("config_path", "config"), ("trust", "run"), ("system", "chat"):
-        if getattr(args, flag) and not getattr(args, needed):
-            raise ConfigError(f"--{flag.replace('_', '-')} has no effect without --{needed}. Add it, or leave it out")
+    for flag, needed in ("config_path", "--config"), ("trust", "RUN"), ("system", "--chat"):
+        if getattr(args, flag) and not getattr(args, needed.strip("-").lower()):
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect without {needed}. Add it, or leave it out")
     if args.run and args.config:
         raise ConfigError(f"{args.run} brings its own config.yaml: give it or --config, not both")
     if args.run:

@@ -144,6 +144,7 @@ SMALL = (
 )
 SGLANG, RAY = (pytest.mark.sglang, pytest.mark.timeout(900)), pytest.mark.ray
 CASES = [
+    Case("adapter_bytes.py", ""),
     Case("busy_cores.py", f"--size micro --threads 1 --beside 0 --sequences 4 {ONCE}", marks=(pytest.mark.release,)),
     Case("chat_delta.py", "--model verl_mt://tiny --turns 4 --repeats 1"),
     Case("checkpoint_digests.py", f"--megabytes 16 {ONCE}"),

@@ -769,6 +769,14 @@ def test_arguments_of_vllm_beside_sglang_are_listed():
     assert "SGLang's is engine_kwargs.disable_cuda_graph" in listed and "only vllm has these arguments" in listed
 
 
+def test_arguments_in_one_mapping_mean_what_each_of_them_does():
+    text = OVER.replace("sglang", "vllm") + f"'+{ROLLOUT}.engine_kwargs.vllm="
+    defaults = composed(text + "{swap_space: null, disable_mm_preprocessor_cache: false}'")
+    assert defaults.actor_rollout_ref.rollout.engine_kwargs == {}
+    rollout = composed(text + "{disable_mm_preprocessor_cache: true, disable_cascade_attn: true}'").actor_rollout_ref
+    assert rollout.rollout.engine_kwargs == {"mm_processor_cache_gb": 0, "disable_cascade_attn": True}
+
+
 def test_an_argument_that_vllm_engines_do_not_take_is_refused_before_a_run():
     (line,) = migrate(f"{OVER.replace('sglang', 'vllm')}+{ROLLOUT}.engine_kwargs.vllm.quantization=fp8").refused
     assert line.startswith(f"{ROLLOUT}.engine_kwargs.quantization=fp8: ") and "Remove quantization" in line
@@ -803,6 +811,16 @@ def test_ms_swifts_vllm_is_ours():
     assert f"{ROLLOUT}.name=sglang" in own.overrides
     assert any(line.startswith("--use_vllm false: ") for line in own.dropped)
     assert any("enforce_eager=true: it is vLLM's argument" in line for line in own.dropped)
+
+
+def test_arguments_of_servers_that_run_already_are_left_to_them():
+    text = f"swift rollout --model m --vllm_enforce_eager true\n{SWIFT}--vllm_mode server --vllm_server_host one "
+    text += "--vllm_server_port 8000 --vllm_gpu_memory_utilization 0.4 "
+    text += "--num_generations 8 --per_device_train_batch_size 8"
+    found = migrate(text)
+    assert found.refused == [] and not any("engine_kwargs" in word for word in found.overrides)
+    assert composed(text).actor_rollout_ref.rollout.servers == ["http://one:8000"]
+    assert "--vllm_gpu_memory_utilization 0.4: the servers have their own" in found.dropped
 
 
 def test_names_of_trl_choose_vllm_and_its_servers():

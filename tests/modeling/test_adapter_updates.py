@@ -70,6 +70,8 @@ def test_without_lora_or_if_you_say_so_engines_get_all_weights_and_nothing_is_sa
             {"model": {"lora_target_modules": ["layers.0.self_attn.q_proj"]}},
             "and these are of model.layers.0",
         ),
+        ("sglang", {"model": {"lora_target_modules": ["q_proj", "o_proj"]}}, "only where q_proj and v_proj both have"),
+        ("sglang", {"model": {"lora_target_modules": ["up_proj"]}}, "only beside those of gate_proj"),
     ],
 )
 def test_where_an_engine_takes_none_it_gets_merged_weights_and_one_line_says_why(caplog, name, words, reason):
@@ -93,6 +95,19 @@ def test_on_a_gpu_the_base_weights_have_to_stay_and_kernels_have_16_bits(monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert reason in options_of("sglang", lora_updates="merged", **words).merges_adapters(8)
     assert bool(reason) == (options_of("sglang", **words).adapters is None)
+
+
+def test_an_engine_that_stacks_layers_gets_adapters_of_those_that_it_fills_in():
+    for targets in (["q_proj", "v_proj"], ["gate_proj"], ["o_proj", "down_proj"], ["all-linear"]):
+        assert options_of("sglang", model={"lora_target_modules": targets}).adapters is not None
+    assert options_of("vllm", model={"lora_target_modules": ["up_proj"]}).adapters is not None
+
+
+def test_other_architectures_get_adapters_only_if_you_ask(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="verl_mt.start")
+    monkeypatch.setattr("verl_mt.extensions.cluster.replicas.options.ARCHITECTURES", {"LlamaForCausalLM"})
+    assert options_of("vllm").adapters is None and "Qwen3ForCausalLM is none of LlamaForCausalLM" in caplog.messages[0]
+    assert options_of("vllm", lora_updates="adapters").adapters is not None
 
 
 def test_an_argument_that_the_key_decides_is_refused():
@@ -137,9 +152,13 @@ def test_the_bytes_of_the_adapter_reach_each_engine_in_its_dtype():
         publisher.publish([("other", torch.zeros(1))], 8, 1, [Receiver(takes)])
 
 
-def test_the_table_of_the_page_is_what_the_benchmark_prints():
+def test_the_table_of_the_page_is_what_the_benchmark_prints(monkeypatch):
     import runpy
 
-    page = (REPO / "docs" / "scaling.md").read_text()
-    for row in runpy.run_path(str(REPO / "benchmarks" / "adapter_bytes.py"))["rows"]():
-        assert row in page
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+    page, command = (
+        (REPO / "docs" / "scaling.md").read_text(),
+        runpy.run_path(str(REPO / "benchmarks/adapter_bytes.py")),
+    )
+    for update in command["updates"]():
+        assert command["row"](update) in page

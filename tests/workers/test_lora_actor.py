@@ -15,11 +15,11 @@ from verl_mt.data.trajectory import StopReason, Trajectory
 from verl_mt.engines.base import Capabilities, Disk
 from verl_mt.errors import CheckpointError, ConfigError
 from verl_mt.modeling.load import load_causal_lm
-from verl_mt.modeling.lora import adapters_off, is_adapter, lora_of, without_adapters
+from verl_mt.modeling.lora import adapter_of, adapters_off, is_adapter, lora_of, without_adapters
 from verl_mt.modeling.passes import PLAIN, Passes, use_passes
 from verl_mt.workers.ref import RefWorker
-from verl_mt.workers.weight_sync import Transport, weight_update_for
-from verl_mt.workers.worker_group import build_worker_group
+from verl_mt.workers.weight_sync import LiveWeights, Transport, weight_update_for
+from verl_mt.workers.worker_group import InlineWorkerGroup, build_worker_group
 
 pytestmark = pytest.mark.slow  # models
 
@@ -222,3 +222,17 @@ def test_an_engine_that_reads_files_gets_a_plain_model(model_folder, tmp_path):
     written, sent = load_causal_lm(update.path).state_dict(), dict(workers.full_state())
     assert written.keys() == tiny_policy().state_dict().keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_adapters_for_engines_outlive_the_offload_of_the_policy(offloads):
+    policy = lora_policy()
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_()
+    wanted = {name: tensor.clone() for name, tensor in adapter_of(policy).named()}
+    workers = InlineWorkerGroup(worker(policy, param_offload=offloads))
+    given = list(LiveWeights(workers, adapters=True))
+    workers.offload()
+    assert {name: tensor.tolist() for name, tensor in given} == {name: t.tolist() for name, t in wanted.items()}

@@ -9,7 +9,7 @@ import abc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,12 +22,14 @@ from verl_mt.data import batch as columns
 from verl_mt.engines.base import EngineHost, Receiver
 from verl_mt.errors import CheckpointError, VerlMTError
 from verl_mt.modeling.lora import Adapter, adapter_of, require_peft
+from verl_mt.modeling.passes import passes_of, use_passes
 from verl_mt.modeling.weights import named_weights
 from verl_mt.plugins import Registry
 from verl_mt.workers.actor import ActorWorker
 from verl_mt.workers.critic import CriticWorker, update_policy_and_critic
 from verl_mt.workers.ref import RefWorker
 from verl_mt.workers.setup import AlgorithmNeeds, Placement, WorkerSetup, load_workers
+from verl_mt.workers.sharding import model_of
 from verl_mt.workers.state import count_parameters
 from verl_mt.workers.trainable import offload, onload
 
@@ -202,6 +204,10 @@ class InlineWorkerGroup(WorkerGroup):
     def add_ref_log_probs(self, batch: TensorDict) -> None:
         if self.ref is not None:
             with self._at_hand():  # whose adapters may be all that the two differ in
+                policy, reference = model_of(self.actor.module), model_of(self.ref.module)
+                # Computed alike, so that the KL of an unchanged policy is exactly 0.
+                compiled = None if policy.is_gradient_checkpointing else passes_of(policy).packed_pass
+                use_passes(reference, replace(passes_of(reference), packed_pass=compiled))
                 batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
 
     def add_values(self, batch: TensorDict) -> None:
@@ -224,7 +230,10 @@ class InlineWorkerGroup(WorkerGroup):
 
     def adapter(self) -> Adapter | None:
         with self._at_hand():
-            return adapter_of(self.actor.module)
+            found = adapter_of(self.actor.module)
+            if found is not None and self.offloads:  # as in `state_dict`: live ones may be offloaded under his hands
+                found = replace(found, tensors={name: t.to("cpu", copy=True) for name, t in found.tensors.items()})
+            return found
 
     def state_dict(self) -> dict[str, Any]:
         with self._at_hand():

@@ -20,9 +20,11 @@ from verl_mt.extensions.cpu_kernels.update import compiled_pass
 from verl_mt.modeling.log_probs import forward_log_probs
 from verl_mt.modeling.passes import passes_of, use_passes
 
+TOKEN = random_ids(40, 1)[3]
+"""One of all rows. As the padding token its embedding gets no gradient, as with transformers."""
 SHAPES = [
     ("Qwen3", {}),
-    ("Qwen3", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
+    ("Qwen3", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True, "pad_token_id": TOKEN}),
     ("Llama", {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 100}),
     ("Llama", {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}),
     ("Qwen2", {"hidden_size": 128, "num_key_value_heads": 4}),
@@ -101,24 +103,30 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-@pytest.mark.parametrize("why", ["a hook", "checkpointing", "bfloat16"])
-def test_what_the_kernels_cannot_compute_is_transformers_own_pass(why):
+@pytest.mark.parametrize("why", ["a hook", "checkpointing", "bfloat16", "long rows", "autocast"])
+def test_what_the_kernels_cannot_compute_is_transformers_own_pass(why, monkeypatch):
     model = make_model()
     if why == "a hook":
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     elif why == "checkpointing":
         model.gradient_checkpointing_enable()
-    else:
+    elif why == "long rows":
+        monkeypatch.setattr("verl_mt.extensions.cpu_kernels.update.LONGEST", 60)
+    elif why == "bfloat16":
         model.bfloat16()
-    expected, torchs = log_probs_and_gradients(model)
-    found, ours = log_probs_and_gradients(with_kernels(model))
+    with torch.autocast("cpu", enabled=why == "autocast"):
+        expected, torchs = log_probs_and_gradients(model)
+        found, ours = log_probs_and_gradients(with_kernels(model))
     assert torch.equal(found, expected) and all(torch.equal(ours[name], torchs[name]) for name in torchs)
 
 
-@pytest.mark.parametrize(("kernels", "deterministic", "uses"), [("auto", False, True), ("auto", True, False)])
+@pytest.mark.parametrize(
+    ("kernels", "deterministic", "uses"), [("auto", False, True), ("auto", True, False), ("torch", False, False)]
+)
 def test_the_engines_kernels_are_the_updates_too(run_async, kernels, deterministic, uses):
     model = make_model()
     expected, _ = log_probs_and_gradients(model)
+    with_kernels(model)  # an earlier engine's
     config = ActorRolloutRefConfig(rollout=RolloutConfig(kernels=kernels))
     engine = build_engine(EngineSetup(config, model, frozenset({3}), None, 64, deterministic, seed=0))
     assert torch.equal(log_probs_and_gradients(model)[0], expected) is not uses

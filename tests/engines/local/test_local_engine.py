@@ -444,7 +444,8 @@ def test_a_small_cache_that_was_released_has_its_size_at_once(monkeypatch):
 
     assert life((4, 60), (40, 100)) == (48, 128)
     assert life((4, 60)) == (48, 128)
-    # Longer than before: many rows are not kept for it.
+    # Longer than before, or more of them: what was is not kept for it.
     assert life((4, 500)) == (16, 512)
+    assert life((60, 60)) == (64, 64) and life((4, 500)) == (16, 512)
     monkeypatch.setattr("verl_mt.engines.local.model_runner._RETURNING_BYTES", 0)
     assert life((4, 60)) == (16, 512) and life((4, 60)) == (16, 64)

@@ -61,8 +61,8 @@ class KVCache:
     def reserve(self, num_rows: int, length: int) -> bool:
         """Grow to `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
         rows, positions = self.num_rows, self.length
-        if not rows and length <= self._before[1]:  # as large as it was: growing step by step copies what is stored
-            num_rows, length = max(num_rows, self._before[0]), self._before[1]
+        if not rows and num_rows <= self._before[0] and length <= self._before[1]:
+            num_rows, length = self._before  # growing step by step copies what is stored
         if num_rows > rows:
             rows = min(self.max_rows, _round_up(max(num_rows, rows * 3 // 2), _ROW_CHUNK))
         if length > positions:

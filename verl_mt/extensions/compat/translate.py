@@ -85,8 +85,10 @@ def translate(pairs: Sequence[tuple[str, Any]], where: str) -> Translation:
         pairs: (dotted key, value); no value is a mapping of further keys.
         where: "command line" or a file's name, for the texts.
     """
+    from verl_mt.extensions.compat.aliases.engine_arguments import split
+
     outcome = Translation()
-    for key, value in pairs:
+    for key, value in split(pairs):
         _translate_one(key, value, where, outcome)
     if where != COMMAND_LINE and outcome.is_whole:
         _leave_defaults(outcome)

@@ -32,13 +32,17 @@ def local_forward(setup: EngineSetup) -> Callable[[torch.nn.Module, int], Packed
     """
     rollout, module = setup.config.rollout, setup.policy_module
     assert isinstance(rollout, RolloutKeys)
+    is_trained = "verl_mt_passes" in vars(module)
+    if is_trained:
+        use_passes(module, replace(passes_of(module), packed_pass=None))  # of an earlier engine
     if rollout.kernels == "torch" or (rollout.kernels == "auto" and setup.deterministic):
         return PackedForward
     reason = why_not(module)
     try:
         if reason is None:
             built = build()
-            use_passes(module, replace(passes_of(module), packed_pass=compiled_pass(built)))
+            if is_trained:
+                use_passes(module, replace(passes_of(module), packed_pass=compiled_pass(built)))
             return partial(CompiledForward, built=built)
     except KernelsError as error:
         reason = str(error)

@@ -164,7 +164,7 @@ class CompiledForward(PackedForward):
         threads = torch.get_num_threads()
         if not self._is_small or threads == 1:
             return self._compute(work, cache, ids)
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # of this thread, and of threads that first use torch meanwhile
         try:
             return self._compute(work, cache, ids)
         finally:

@@ -19,6 +19,9 @@ from verl_mt.extensions.cpu_kernels.build import Built
 from verl_mt.extensions.cpu_kernels.forward import why_not
 from verl_mt.modeling.packing import PackedRows, Segment
 
+LONGEST = 2048
+"""Tokens of a row. Of longer ones torch's attention, which works in tiles, takes less time."""
+
 
 def compiled_pass(built: Built) -> Callable[[Any, Any, PackedRows], Tensor | None]:
     """What computes packed rows with these kernels: `Passes.packed_pass`."""
@@ -28,7 +31,9 @@ def compiled_pass(built: Built) -> Callable[[Any, Any, PackedRows], Tensor | Non
         """Hidden states [N, C] at `rows.wanted_N`; None where the kernels cannot compute them."""
         if rows.sequence is not None or base.is_gradient_checkpointing or why_not(model) is not None:
             return None
-        if base.embed_tokens.weight.dtype != torch.float32:
+        if base.embed_tokens.weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return None
+        if max(segment.end for segment in rows.segments) > LONGEST:
             return None
         return _hidden_states(library, base, rows)
 
@@ -47,7 +52,7 @@ def tree_of(segments: list[Segment]) -> Tree:
 
 
 def _hidden_states(library: TrainingLibrary, base: Any, rows: PackedRows) -> Tensor:
-    x = torch.nn.functional.embedding(rows.input_ids_1T[0], base.embed_tokens.weight)
+    x = base.embed_tokens(rows.input_ids_1T)[0]
     angles = tuple(part[0].contiguous() for part in base.rotary_emb(x[None], rows.position_ids_1T))
     tree, layers = tree_of(rows.segments), list(base.layers)
     # Samples of one prompt want the same token's hidden state.

@@ -25,6 +25,8 @@ from verl_mt.modeling.lora import adapted_layers
 
 LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Layers whose adapters SGLang and vLLM take alike, by their last names. Other names are another architecture."""
+ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Models that both engines have with adapters. Of others an engine may not start, or ignore an adapter."""
 
 
 @dataclass(frozen=True)

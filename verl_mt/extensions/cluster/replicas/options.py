@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from verl_mt.config_paths import resolve_model_path
 from verl_mt.engines.base import EngineHost
 from verl_mt.errors import ConfigError
 from verl_mt.extensions.cluster.config import RolloutKeys, keys_of
-from verl_mt.extensions.cluster.replicas.adapters import AdapterShape, adapter_shape
+from verl_mt.extensions.cluster.replicas.adapters import ARCHITECTURES, AdapterShape, adapter_shape
 from verl_mt.extensions.cluster.start_log import start_log
 from verl_mt.modeling.load import meta_causal_lm
 
@@ -104,7 +104,14 @@ class ReplicaOptions:
         """
         if not model.lora_rank or wanted == "merged":
             return None
-        found = self.merges_adapters(model.lora_rank) or adapter_shape(model, self._on_meta())
+        found: str | AdapterShape = self.merges_adapters(model.lora_rank)
+        if not found:
+            module = self._on_meta()
+            found, name = adapter_shape(model, module), type(module).__name__
+            if isinstance(found, AdapterShape):
+                found = self.merges_layers(found.targets) or found
+            if wanted == "auto" and name not in ARCHITECTURES:
+                found = f"{name} is none of {', '.join(sorted(ARCHITECTURES))}"
         if isinstance(found, AdapterShape):
             size = found.num_bytes(getattr(torch, self.dtype)) / 1e6
             start_log.info("LoRA: engines get the adapters at each update, %.1f MB", size)
@@ -132,6 +139,10 @@ class ReplicaOptions:
             return "free_cache_engine=True frees the base weights with the cache"
         if self.on_gpu and self.dtype == "float32":
             return "the kernels for adapters on a GPU have no float32"
+        return ""
+
+    def merges_layers(self, targets: Collection[str]) -> str:
+        """Why an engine like this one does not take adapters of these layers; empty = it does."""
         return ""
 
     @property

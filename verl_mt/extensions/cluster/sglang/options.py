@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Self
@@ -107,6 +107,14 @@ class SGLangOptions(ReplicaOptions):
         if self.num_launched and not self.hosts:
             return "launch_servers without Ray starts HTTP servers, which replace no adapter that requests use"
         return super().merges_adapters(rank)
+
+    def merges_layers(self, targets: Collection[str]) -> str:
+        """It stacks q, k and v, and gate and up. Of the parts it fills in k_proj and up_proj alone."""
+        if not {"q_proj", "v_proj"} <= set(targets) and not {"q_proj", "k_proj", "v_proj"}.isdisjoint(targets):
+            return "SGLang takes adapters of q_proj, k_proj or v_proj only where q_proj and v_proj both have one"
+        if "up_proj" in targets and "gate_proj" not in targets:
+            return "SGLang takes adapters of up_proj only beside those of gate_proj"
+        return ""
 
     def command_line(self, number: int = 0) -> list[str]:
         """The same for `python -m sglang.launch_server`; each launched server (by `number`) has separate GPUs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -77,3 +77,12 @@ def _group_of(key: str) -> str | None:
 def _is_vllms(key: str) -> bool:
     row = aliases().get(key)
     return row is not None and row.meaning == "renamed" and (row.to + ".").startswith(f"{ARGUMENTS}.")
+
+
+def split(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The pairs, with a group of arguments that is given as one mapping as its arguments: each has a row of its own."""
+    for key, value in pairs:
+        if key in _GROUPS and isinstance(value, dict) and value:
+            yield from ((f"{key}.{name}", item) for name, item in value.items())
+        else:
+            yield key, value

@@ -379,7 +379,13 @@ def _server(given: _Given, launch: Launch) -> None:
         if len(urls) > 1
         else f"actor_rollout_ref.rollout.servers=['{urls[0]}']"
     )
-    of_servers = ("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_max_num_seqs")
+    of_servers = (
+        "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "vllm_enforce_eager",
+        "vllm_limit_mm_per_prompt", "vllm_enable_prefix_caching",
+    )  # fmt: skip
+    for key in of_servers:
+        if key in given:
+            launch.dropped.append(f"--{key} {' '.join(given.pop(key))}: the servers have their own")
     theirs = [word for word in launch.overrides if word.partition("=")[0] in of_servers]
     launch.overrides = [word for word in launch.overrides if word not in theirs]
     launch.changed.append(
