@@ -141,7 +141,9 @@ def test_a_close_that_needs_a_reset_which_failed_is_found():
     assert "AttributeError" in found["closed once"]
 
 
-def test_the_command_prints_a_line_for_each_look_and_its_status(capsys):
+@pytest.mark.slow
+def test_the_command_prints_a_line_for_each_look_and_its_status(capsys, monkeypatch):
+    monkeypatch.setattr(checking, "SIBLINGS", 6)
     assert main(["check", f"{FILE}:Plain", "--row", '{"seed": 3}']) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:5].strip() for line in lines] == ["ok"] * 5 + ["note", "ok"] + ["note"] * 3

@@ -42,23 +42,22 @@ def use_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
         group["fused"] = True
 
 
-def tune_model(model: Any, keys: Any, device: torch.device) -> None:
+def tune_model(model: Any, keys: ActorKeys, device: torch.device) -> None:
     """What concerns the passes of one model.
 
     Args:
         model: a Hugging Face causal language model whose passes are chosen.
-        keys: an `ActorKeys`, or a section that has its keys.
+        keys: of `actor_rollout_ref.actor`.
         device: where the passes run.
 
     Raises:
         ConfigError: see `tune_workers`.
     """
-    if (needs := [f"{ACTOR}.{name}" for name in ("compile_layers", "varlen_attention") if getattr(keys, name)]) and (
-        not passes_of(model).packed
-    ):
+    if (keys.compile_layers or keys.varlen_attention) and not passes_of(model).packed:
+        needs = f"{ACTOR}.{'compile_layers' if keys.compile_layers else 'varlen_attention'}"
         raise ConfigError(
-            f"{needs[0]}=True needs packed rows, and {type(model).__name__} cannot be packed (the log says why). "
-            f"Remove {needs[0]}"
+            f"{needs}=True needs packed rows, and {type(model).__name__} cannot be packed (the log says why). "
+            f"Remove {needs}"
         )
     if keys.varlen_attention:
         from verl_mt.extensions.fast_update.attention import attend_in_one_call
@@ -73,7 +72,7 @@ def tune_model(model: Any, keys: Any, device: torch.device) -> None:
         use_passes(model, replace(passes_of(model), head=_head(keys, device)))
 
 
-def _head(keys: Any, device: torch.device) -> Any:
+def _head(keys: ActorKeys, device: torch.device) -> Any:
     """Log-probs behind the head, as the keys say. Another process can load it."""
     from verl_mt.extensions.fast_update.head import fused_head_log_probs, without_metric
     from verl_mt.modeling.head_log_probs import head_log_probs
