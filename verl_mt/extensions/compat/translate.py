@@ -41,6 +41,7 @@ from verl_mt.extensions.compat.aliases.families import (
     families,
     fits_default,
     same,
+    split_groups,
 )  # fmt: skip
 
 WHOLE = 50
@@ -85,10 +86,8 @@ def translate(pairs: Sequence[tuple[str, Any]], where: str) -> Translation:
         pairs: (dotted key, value); no value is a mapping of further keys.
         where: "command line" or a file's name, for the texts.
     """
-    from verl_mt.extensions.compat.aliases.engine_arguments import split
-
     outcome = Translation()
-    for key, value in split(pairs):
+    for key, value in split_groups(pairs):
         _translate_one(key, value, where, outcome)
     if where != COMMAND_LINE and outcome.is_whole:
         _leave_defaults(outcome)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from verl_mt.config.normalize import Item, short
-from verl_mt.extensions.compat.aliases.families import aliases, same
+from verl_mt.extensions.compat.aliases.families import ARGUMENTS, ENGINE_GROUPS, aliases, same
 from verl_mt.extensions.compat.translate import Translation
 
 ENGINE = "actor_rollout_ref.rollout.name"
-ARGUMENTS = "actor_rollout_ref.rollout.engine_kwargs"
-_GROUPS = {f"{ARGUMENTS}.{engine}": engine for engine in ("sglang", "vllm")}
 _USUAL = {
     "enforce_eager": False,
     "enable_chunked_prefill": True,
@@ -71,18 +69,11 @@ def _settled(item: Item, engine: str | None, where: str, outcome: Translation) -
 
 
 def _group_of(key: str) -> str | None:
-    return next((engine for group, engine in _GROUPS.items() if key == group or key.startswith(f"{group}.")), None)
+    return next(
+        (engine for group, engine in ENGINE_GROUPS.items() if key == group or key.startswith(f"{group}.")), None
+    )
 
 
 def _is_vllms(key: str) -> bool:
     row = aliases().get(key)
     return row is not None and row.meaning == "renamed" and (row.to + ".").startswith(f"{ARGUMENTS}.")
-
-
-def split(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The pairs, with a group of arguments that is given as one mapping as its arguments: each has a row of its own."""
-    for key, value in pairs:
-        if key in _GROUPS and isinstance(value, dict) and value:
-            yield from ((f"{key}.{name}", item) for name, item in value.items())
-        else:
-            yield key, value

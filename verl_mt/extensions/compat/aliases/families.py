@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,18 @@ FAMILIES: Registry[str] = Registry("library whose names are understood", group="
 """Name -> dotted path of its `Family`."""
 DROP = object()
 """A converter returns it where the value adds nothing."""
+ARGUMENTS = "actor_rollout_ref.rollout.engine_kwargs"
+ENGINE_GROUPS = {f"{ARGUMENTS}.{engine}": engine for engine in ("sglang", "vllm")}
+"""verl's group of arguments -> the engine that they are of."""
+
+
+def split_groups(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Key and value, with each argument of `ENGINE_GROUPS` by itself, also of a group that is one mapping."""
+    for key, value in pairs:
+        if key in ENGINE_GROUPS and isinstance(value, dict) and value:
+            yield from ((f"{key}.{name}", item) for name, item in value.items())
+        else:
+            yield key, value
 
 
 @dataclass(frozen=True)
