@@ -89,7 +89,7 @@ def test_what_an_episode_leaves_in_its_process_is_found(name):
     assert len(changed) == 1 and LEFT[name] in changed[0] and used == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_global_generators_that_only_the_environment_reads_are_a_note():
     assert left_by("SeedsNumpy") == ([], ["the generator of numpy, which all code shares"])
     assert left_by("Plain") == ([], [])
@@ -117,7 +117,7 @@ def test_environments_of_other_projects_raise_no_alarm(package, path, config, mo
     assert [str(line) for line in check(path, config) if line.verdict == "wrong"] == []
 
 
-@pytest.mark.parametrize("name", some(HEALTHY, {"OwnDatabase"}))
+@pytest.mark.parametrize("name", some(HEALTHY, set()))
 def test_a_healthy_environment_raises_no_alarm(name):
     assert wrong(name) == {}
 
@@ -141,7 +141,7 @@ def test_a_close_that_needs_a_reset_which_failed_is_found():
     assert "AttributeError" in found["closed once"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_command_prints_a_line_for_each_look_and_its_status(capsys, monkeypatch):
     monkeypatch.setattr(checking, "SIBLINGS", 6)
     assert main(["check", f"{FILE}:Plain", "--row", '{"seed": 3}']) == 0

@@ -10,14 +10,14 @@ import pytest
 from hydra_plugin_folder import REPO, environment
 
 SMALL = [
-    "hydra.sweeper.n_trials=4", "trainer.total_training_steps=1", "trainer.val_before_train=False",
+    "hydra.sweeper.n_trials=2", "trainer.total_training_steps=1", "trainer.val_before_train=False",
     "data.train_batch_size=2", "data.val_max_samples=2", "actor_rollout_ref.rollout.n=2",
     "trainer.export_at_end=False", "trainer.deterministic=True",
 ]  # fmt: skip
 
 
 def run(folder: Path) -> tuple[str, str]:
-    """(stdout, stderr) of four trials of one step each."""
+    """(stdout, stderr) of two trials of one step each."""
     script, env = REPO / "recipes" / "optuna" / "run_tiny.sh", environment("hydra_optuna_sweeper")
     done = subprocess.run([script, *SMALL], cwd=folder, env=env, text=True, capture_output=True)
     return done.stdout, done.stderr
@@ -31,12 +31,12 @@ def jobs(folder: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_trials_and_the_same_command_has_nothing_left_to_do(tmp_path):
+def test_two_trials_and_the_same_command_has_nothing_left_to_do(tmp_path):
     out, err = run(tmp_path)
-    assert "4 finished, 0 skipped, 0 failed" in out, err[-2000:]
+    assert "2 finished, 0 skipped, 0 failed" in out, err[-2000:]
     assert (tmp_path / "runs" / "optuna" / "optimization_results.yaml").is_file()
     first = jobs(tmp_path)
-    assert len(dict(first)) == 4
+    assert len(dict(first)) == 2
     out, err = run(tmp_path)
-    assert "0 finished, 4 skipped, 0 failed" in out, err[-2000:]
-    assert jobs(tmp_path)[4:] == [(folder, "skipped") for folder, _ in first]
+    assert "0 finished, 2 skipped, 0 failed" in out, err[-2000:]
+    assert jobs(tmp_path)[2:] == [(folder, "skipped") for folder, _ in first]
