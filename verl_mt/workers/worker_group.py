@@ -206,8 +206,9 @@ class InlineWorkerGroup(WorkerGroup):
             with self._at_hand():  # whose adapters may be all that the two differ in
                 policy, reference = model_of(self.actor.module), model_of(self.ref.module)
                 # Computed alike, so that the KL of an unchanged policy is exactly 0.
-                compiled = None if policy.is_gradient_checkpointing else passes_of(policy).packed_pass
-                use_passes(reference, replace(passes_of(reference), packed_pass=compiled))
+                if hasattr(policy, "is_gradient_checkpointing"):
+                    compiled = None if policy.is_gradient_checkpointing else passes_of(policy).packed_pass
+                    use_passes(reference, replace(passes_of(reference), packed_pass=compiled))
                 batch[columns.REF_LOG_PROBS] = self.ref.compute_log_probs(batch)
 
     def add_values(self, batch: TensorDict) -> None:
