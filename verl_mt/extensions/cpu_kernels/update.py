@@ -103,7 +103,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, library: TrainingLibrary, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.library, ctx.eps = library, eps
+        ctx.kernels, ctx.eps = library, eps
         ctx.save_for_backward(x, weight)
         out = torch.empty_like(x)
         library.norm(x, weight, out, eps)
@@ -114,7 +114,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x = torch.zeros_like(x)
-        of_weight = ctx.library.norm_back(x, weight, grad.contiguous(), of_x, ctx.eps)
+        of_weight = ctx.kernels.norm_back(x, weight, grad.contiguous(), of_x, ctx.eps)
         return None, of_x, of_weight, None
 
 
