@@ -18,10 +18,10 @@ from verl_mt.config.rollout import RolloutConfig
 from verl_mt.config.schema import ActorRolloutRefConfig
 from verl_mt.engines import build as build_engine
 from verl_mt.engines.base import EngineSetup, InPlace
-from verl_mt.engines.local.model_runner import PackedForward
+from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepTokens
 from verl_mt.engines.local.sampling import SamplingRows, sample, uniforms
 from verl_mt.errors import CheckpointError, ConfigError, EngineGoneError
-from verl_mt.extensions.cpu_kernels import choice
+from verl_mt.extensions.cpu_kernels import choice, forward
 from verl_mt.extensions.cpu_kernels.bindings import Library
 from verl_mt.extensions.cpu_kernels.build import Built, KernelsError, build
 from verl_mt.extensions.cpu_kernels.forward import CompiledForward, why_not
@@ -211,6 +211,68 @@ def test_log_probs_are_those_of_a_plain_pass(compiled, run_async, architecture, 
         torch.nn.init.normal_(parameter, parameter.mean().item(), 0.15)
     for prompt, output, temperature in run_async(turns(model, 24, 0.7, forward=compiled)):
         assert_exact(model, prompt, output, temperature)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("architecture", "shape"), MODELS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(MODELS)])
+def test_one_call_has_the_bits_of_the_calls_by_layers(built, monkeypatch, architecture, shape, threads):
+    """Pieces, rows that decode, and only some logits wanted; a cache that grows between steps."""
+    monkeypatch.setattr(forward, "SMALL_WEIGHTS", 0)
+    model, before = make_model(architecture, **{"initializer_range": 0.15, **shape}), torch.get_num_threads()
+    for parameter in model.parameters():  # biases are zeros else
+        torch.nn.init.normal_(parameter, parameter.mean().item(), 0.15)
+    one_call, by_layers = (CompiledForward(model, 128, built) for _ in range(2))
+    assert one_call._decoder is not None
+    by_layers._decoder = None
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (16, 128))
+    ids[:, :9] = ids[0, :9]
+    pieces = np.repeat(np.arange(3), 30), np.tile(np.arange(30), 3)
+    mixed = np.array([0, 1, 2, *[3] * 40, *[4] * 7]), np.array([30, 30, 30, *range(40), *range(7)])
+    steps = [
+        (*pieces, 0, [29, 59, 89]),
+        (*mixed, 3, [0, 1, 2, 42, 49]),
+        (np.arange(4), np.array([31, 31, 31, 40]), 4, [0, 1, 2, 3]),
+        (np.array([3]), np.array([41]), 1, [0]),
+        (np.full(20, 5), np.arange(20), 0, []),
+        (np.full(20, 5), 20 + np.arange(20), 0, [19]),
+    ]
+    caches = [KVCache(16, 128) for _ in range(2)]
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            for number, (rows, positions, single, wanted) in enumerate(steps):
+                work = StepTokens(ids[rows, positions], rows, positions, single, np.array(wanted, dtype=np.int64))
+                found = []
+                for computes, cache in zip((one_call, by_layers), caches):
+                    cache.reserve(int(rows.max()) + 1, 64 + 16 * number)
+                    found.append(computes.compute(work, cache, ids))
+                assert found[0].shape == (len(wanted), model.config.vocab_size) and torch.equal(*found)
+                for layer in range(len(one_call._layers)):
+                    assert all(map(torch.equal, *(cache.of_layer(layer) for cache in caches)))
+    finally:
+        torch.set_num_threads(before)
+    assert not found[0].isnan().any()
+
+
+@pytest.mark.parametrize("why", ["torch hides its product", "bfloat16", "another precision"])
+def test_torchs_products_are_called_where_one_call_would_not_have_their_bits(built, monkeypatch, why):
+    model, precision = make_model(), torch.get_float32_matmul_precision()
+    if why == "torch hides its product":
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    if why == "bfloat16":
+        model.bfloat16()
+    computes, cache = CompiledForward(model, 64, built), KVCache(1, 64)
+    cache.reserve(1, 64)
+    assert (computes._decoder is not None) == (why == "another precision")
+    monkeypatch.setattr(computes._library, "forward", None)  # called = an error
+    zero = np.zeros(1, dtype=np.int64)
+    torch.set_float32_matmul_precision("medium" if why == "another precision" else precision)
+    try:
+        with torch.inference_mode():
+            logits = computes.compute(StepTokens(zero, zero, zero, 1, zero), cache, np.zeros((1, 64), dtype=np.int64))
+            close(logits, model(torch.tensor([[0]])).logits[0], torch.bfloat16, 3)
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 def test_streams_are_those_of_torchs_operators(compiled, run_async):

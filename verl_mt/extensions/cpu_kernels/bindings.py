@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ _SIGNATURES = {
     "draw": [_P] * 3 + [_I] * 2 + [_P] * 2 + [_T],
 }
 
+_FORWARD = [_P, _P, _I, _P, _I, *[_P] * 4, _I, _P, _I, _P, _F, _F, _T]
 _TRAINING = {
     "norm_back": [_P] * 5 + [_I] * 2 + [_F, _T],
     "silu_multiply_back": [_P] * 3 + [_I] * 2 + [_T],
@@ -34,6 +36,21 @@ _TRAINING = {
     "rotate_back": [_P] * 9 + [_I] * 4 + [_F, _T],
     "tree_attend": [_P] * 5 + [_I] * 4 + [_F] + [_P] * 4 + [_I] + [_P] * 2 + [_I] * 2 + [_T],
 }
+
+
+def sgemm() -> int | None:
+    """The address of the product of matrices that torch's operators call in float32; None if torch hides it."""
+    if not torch.backends.mkl.is_available():
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).sgemm_, _P).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _require_compiled(failed: int, dim: int) -> None:
+    if failed:
+        raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
 
 
 @dataclass
@@ -68,6 +85,8 @@ class Library:
         self.dtype = dtype
         self._plan = built.code.verl_mt_plan
         self._plan.argtypes, self._plan.restype = [_P, _I, _P, _P, *[_I] * 4, _P, _P], _I
+        self._forward = built.code.verl_mt_forward
+        self._forward.argtypes = _FORWARD
         self._call: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
             self._call[name] = getattr(built.code, f"verl_mt_{name}_{DTYPES[dtype]}")
@@ -93,6 +112,40 @@ class Library:
         )  # fmt: skip
         return Places(rows, positions, order, blocks, count)
 
+    def forward(
+        self,
+        decoder: np.ndarray,
+        x: torch.Tensor,
+        kv: list[tuple[torch.Tensor, torch.Tensor]],
+        places: Places,
+        wanted: np.ndarray,
+        logits: torch.Tensor,
+        eps: float,
+        scale: float,
+    ) -> None:
+        """A step of all layers in one call, in float32.
+
+        Args:
+            decoder: `Decoder` of `kernels.cpp` as int64.
+            x: [N, C] embedded tokens, overwritten.
+            kv: of each layer, keys and values of the cache, [S, K, M, D] each, written.
+            places: where the tokens go.
+            wanted: [W] indices of the tokens whose logits are wanted.
+            logits: [W, V], written.
+            eps: of the norms.
+            scale: of the scores.
+
+        Raises:
+            ValueError: a head dimension that is not compiled.
+        """
+        wanted = np.ascontiguousarray(wanted, dtype=np.int64)
+        caches = np.array([part.data_ptr() for pair in kv for part in pair], dtype=np.int64)
+        failed = self._forward(
+            decoder.ctypes.data, caches.ctypes.data, kv[0][0].shape[2], x.data_ptr(), len(x), *places.pointers,
+            places.num_blocks, wanted.ctypes.data, len(wanted), logits.data_ptr(), eps, scale, torch.get_num_threads(),
+        )  # fmt: skip
+        _require_compiled(failed, kv[0][0].shape[3])
+
     def attend(
         self,
         q: torch.Tensor,
@@ -112,8 +165,7 @@ class Library:
             q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(), heads, q.shape[1] // heads, dim, length,
             *places.pointers, places.num_blocks, scale, torch.get_num_threads(),
         )  # fmt: skip
-        if failed:
-            raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
+        _require_compiled(failed, dim)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
         """RMSNorm of `x` [N, C] with `weight` [C], into `out` [N, C]."""

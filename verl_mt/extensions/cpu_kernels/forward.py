@@ -14,7 +14,7 @@ import torch
 
 from verl_mt.engines.local.model_runner import KVCache, PackedForward, StepTokens
 from verl_mt.engines.local.sampling import SamplingRows
-from verl_mt.extensions.cpu_kernels.bindings import DTYPES, HEAD_DIMS, MOST_QUERIES, Library, Places
+from verl_mt.extensions.cpu_kernels.bindings import DTYPES, HEAD_DIMS, MOST_QUERIES, Library, Places, sgemm
 from verl_mt.extensions.cpu_kernels.build import Built, KernelsError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -93,6 +93,15 @@ class _Layer:
         self.output, self.down = attention.o_proj.weight.t(), mlp.down_proj.weight.t()
         self.gate_up = [_product(part) for part in (mlp.gate_proj, mlp.up_proj)]
 
+    def pointers(self) -> list[int]:
+        """`DecoderLayer` of `kernels.cpp`."""
+        (q, q_bias), (k, k_bias), (v, v_bias) = self.qkv
+        parts = (
+            self.input_norm, q, k, v, q_bias, k_bias, v_bias, *self.head_norms, self.output, self.mlp_norm,
+            *(weight for weight, _ in self.gate_up), self.down,
+        )  # fmt: skip
+        return [0 if part is None else part.data_ptr() for part in parts]
+
 
 def _product(part: Any) -> _Product:
     return part.weight.t(), part.bias
@@ -154,6 +163,18 @@ class CompiledForward(PackedForward):
             positions = torch.arange(self._max_model_len)[None]
             angles = module.model.rotary_emb(self._embedding[:1, None], positions)
             self._angles = tuple(x[0].float().contiguous() for x in angles)
+        self._decoder = self._table()
+
+    def _table(self) -> np.ndarray | None:
+        """`Decoder` of `kernels.cpp`, for a step in one call; None if torch's products are called from here."""
+        product = sgemm() if self._embedding.dtype == torch.float32 else None
+        if product is None:
+            return None
+        (vocabulary, hidden), inside = self._head.t().shape, self._layers[0].down.shape[0]
+        sizes = [hidden, self._heads, self._kv_heads, self._dim, inside, vocabulary, len(self._layers)]
+        weights = [part.data_ptr() for part in (*self._angles, self._final_norm, self._head)]
+        layers = [pointer for layer in self._layers for pointer in layer.pointers()]
+        return np.array([product, *sizes, *weights, *layers], dtype=np.int64)
 
     def compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
         """As the base class computes it.
@@ -175,15 +196,43 @@ class CompiledForward(PackedForward):
             if (reason := why_not(self.module)) is not None:
                 raise KernelsError(f"the model was changed while it was sampled from: {reason}")
             self._use(self.module)
-        library, group = self._library, self._heads // self._kv_heads
-        places = library.plan(ids, work.rows, work.positions, work.num_single, group, self._dim)
-        wanted = torch.from_numpy(work.wanted)
+        group = self._heads // self._kv_heads
+        places = self._library.plan(ids, work.rows, work.positions, work.num_single, group, self._dim)
         x = torch.nn.functional.embedding(torch.from_numpy(work.tokens), self._embedding)
+        kv = [self._stored(number, x, cache) for number in range(len(self._layers))]
+        if self._decoder is None or torch.get_float32_matmul_precision() != "highest":
+            return self._by_layers(x, kv, places, torch.from_numpy(work.wanted))
+        logits = x.new_empty(len(work.wanted), self._head.shape[1])
+        self._library.forward(self._decoder, x, kv, places, work.wanted, logits, self._eps, self._scale)
+        return logits
+
+    def _stored(self, number: int, x: torch.Tensor, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer in the cache, made if they are not there."""
+        try:
+            kv = cache.of_layer(number)
+        except KeyError:
+            nowhere, nothing = torch.empty(0, dtype=torch.int64), x.new_empty(0, self._kv_heads, self._dim)
+            cache.write(number, nowhere, nowhere, (nothing, nothing))
+            kv = cache.of_layer(number)
+        if kv[0].dtype != x.dtype:
+            raise KernelsError(f"the cache holds {kv[0].dtype} and the model computes in {x.dtype}: it was changed")
+        return kv
+
+    def _by_layers(
+        self, x: torch.Tensor, kv: list[tuple[torch.Tensor, torch.Tensor]], places: Places, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [W, V] of embedded tokens `x` [N, C], with torch's products; one call for each part of a layer."""
+        library = self._library
         # The default dtype is the process's: user code may change it meanwhile, and the kernels write float32.
         q = torch.empty(x.shape[0], self._heads, self._dim, dtype=torch.float32)
         for number, layer in enumerate(self._layers):
-            attended = self._attend(number, layer, x, q, cache, places)
-            if number == len(self._layers) - 1 and len(work.wanted) < len(work.tokens):
+            normed = torch.empty_like(x)
+            library.norm(x, layer.input_norm, normed, self._eps)
+            qkv = _beside(normed, layer.qkv)
+            library.rotate_and_write(qkv, layer.head_norms, self._angles, q, kv[number], places, self._eps)
+            attended = qkv.new_empty(x.shape[0], self._heads * self._dim)
+            library.attend(q, kv[number], attended, places, self._scale)
+            if number == len(self._layers) - 1 and len(wanted) < len(x):
                 # Behind the last attention only the tokens count whose logits are wanted.
                 x, attended = x[wanted], attended[wanted]
             x.addmm_(attended, layer.output)
@@ -196,26 +245,6 @@ class CompiledForward(PackedForward):
         normed = torch.empty_like(x)
         library.norm(x, self._final_norm, normed, self._eps)
         return normed @ self._head
-
-    def _attend(
-        self, number: int, layer: _Layer, x: torch.Tensor, q: torch.Tensor, cache: KVCache, places: Places
-    ) -> torch.Tensor:
-        """[N, H * D] of one layer; `q` is scratch."""
-        normed = torch.empty_like(x)
-        self._library.norm(x, layer.input_norm, normed, self._eps)
-        qkv = _beside(normed, layer.qkv)
-        try:
-            kv = cache.of_layer(number)
-        except KeyError:
-            nowhere, nothing = torch.empty(0, dtype=torch.int64), qkv.new_empty(0, self._kv_heads, self._dim)
-            cache.write(number, nowhere, nowhere, (nothing, nothing))
-            kv = cache.of_layer(number)
-        if kv[0].dtype != x.dtype:
-            raise KernelsError(f"the cache holds {kv[0].dtype} and the model computes in {x.dtype}: it was changed")
-        self._library.rotate_and_write(qkv, layer.head_norms, self._angles, q, kv, places, self._eps)
-        out = qkv.new_empty(x.shape[0], self._heads * self._dim)
-        self._library.attend(q, kv, out, places, self._scale)
-        return out
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
         """As the base class samples; rows with top-k, top-p or min-p go there."""

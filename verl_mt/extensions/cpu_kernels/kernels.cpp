@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -316,6 +317,50 @@ template <class T> void rotate_and_write(const T* qkv, const T* q_weight, const 
     }
     for (int64_t h = 0; h < K; h++) memcpy(values + at + h * M * D, token + (H + K + h) * D, D * sizeof(T));
   }
+}
+
+// A step of the engine in float
+
+// BLAS's product of matrices that lie by columns.
+typedef void Gemm(const char* transpose_a, const char* transpose_b, const int* m, const int* n, const int* k,
+                  const float* alpha, const float* a, const int* lda, const float* b, const int* ldb, const float* beta,
+                  float* c, const int* ldc);
+
+// Weights lie by rows, [out, in]; a bias or a norm that is not there is null.
+struct DecoderLayer {
+  const float *input_norm, *qkv[3], *biases[3], *q_norm, *k_norm, *output, *mlp_norm, *gate_up[2], *down;
+};
+// C hidden size, I size inside the MLP, V vocabulary, `layers` of them.
+struct Decoder {
+  Gemm* gemm;
+  int64_t C, H, K, D, I, V, layers;
+  const float *cosine, *sine, *final_norm, *head;
+  DecoderLayer layer[1];
+
+  // y [n, width] = x [n, in] times weight [width, in] transposed, plus `beta` times y; rows of y are `stride` apart. As
+  // torch calls it, so the bits are those of torch.mm and torch.addmm.
+  void product(const float* x, int64_t n, int64_t in, const float* weight, int64_t width, float beta, float* y,
+               int64_t stride) const {
+    int rows = n, inside = in, columns = width, apart = stride;
+    float one = 1;
+    gemm("T", "N", &columns, &rows, &inside, &one, weight, &inside, x, &inside, &beta, y, &apart);
+  }
+
+  // The products of x [n, C], beside each other.
+  void beside(const float* x, int64_t n, const float* const* weights, const float* const* biases, const int64_t* widths,
+              int count, float* y) const {
+    int64_t stride = std::accumulate(widths, widths + count, (int64_t)0);
+    for (int j = 0; j < count; y += widths[j++]) {
+      const float* bias = biases ? biases[j] : nullptr;
+      for (int64_t i = 0; bias && i < n; i++) memcpy(y + i * stride, bias, widths[j] * sizeof(float));
+      product(x, n, C, weights[j], widths[j], bias ? 1 : 0, y, stride);
+    }
+  }
+};
+
+// Rows of x [N, width], in the order of `wanted`.
+inline void pick(const float* x, int64_t width, const int64_t* wanted, int64_t count, float* y) {
+  for (int64_t i = 0; i < count; i++) memcpy(y + i * width, x + wanted[i] * width, width * sizeof(float));
 }
 
 // Training: the parts of a decoder layer over packed rows, and their derivatives, in float
@@ -733,6 +778,47 @@ int verl_mt_tree_attend(const float* q, const float* k, const float* v, float* o
   switch (D) { CASE(16) CASE(32) CASE(64) CASE(128) }
 #undef CASE
   return 1;
+}
+
+// A step of all layers, from embedded tokens x [N, C], which are overwritten, to the logits [W, V] of the wanted ones.
+// `caches` are keys and values of each layer, [S, K, M, D] each.
+int verl_mt_forward(const Decoder* m, float* const* caches, int64_t M, float* x, int64_t N, const int64_t* rows,
+                    const int64_t* positions, const int64_t* order, const int64_t* blocks, int64_t num_blocks,
+                    const int64_t* wanted, int64_t W, float* logits, float eps, float scale, int threads) {
+  const int64_t C = m->C, I = m->I, heads = m->H * m->D, kv_heads = m->K * m->D;
+  const int64_t qkv_widths[3] = {heads, kv_heads, kv_heads}, mlp_widths[2] = {I, I};
+  auto whole = [](int64_t count) { return (count + 15) & ~(int64_t)15; };  // each buffer begins a cache line
+  const int64_t of_x = whole(N * C), of_qkv = whole(N * (heads + 2 * kv_heads)), of_q = whole(N * heads);
+  const int64_t of_both = whole(N * 2 * I), of_inside = whole(N * I);
+  std::unique_ptr<float[]> memory(new float[of_x + std::max(of_qkv + 2 * of_q, of_both + of_inside) + 16]);
+  float* normed = (float*)(((uintptr_t)memory.get() + 63) & ~(uintptr_t)63);
+  float *qkv = normed + of_x, *q = qkv + of_qkv, *attended = q + of_q;
+  float *both = qkv, *inside = both + of_both;  // attention is done when they are written
+  for (int64_t l = 0; l < m->layers; l++) {
+    const DecoderLayer& layer = m->layer[l];
+    norm<float>(x, layer.input_norm, normed, N, C, eps, threads);
+    m->beside(normed, N, layer.qkv, layer.biases, qkv_widths, 3, qkv);
+    rotate_and_write<float>(qkv, layer.q_norm, layer.k_norm, m->cosine, m->sine, q, caches[2 * l], caches[2 * l + 1], N,
+                            m->H, m->K, m->D, M, rows, positions, eps, threads);
+    if (attend_any<float>(q, caches[2 * l], caches[2 * l + 1], attended, m->K, m->H / m->K, m->D, M, rows, positions,
+                          order, blocks, num_blocks, scale, threads))
+      return 1;
+    if (l == m->layers - 1 && W < N) {
+      pick(x, C, wanted, W, normed);
+      pick(attended, heads, wanted, W, qkv);
+      std::swap(x, normed);
+      attended = qkv;
+      N = W;
+    }
+    m->product(attended, N, heads, layer.output, C, 1, x, C);
+    norm<float>(x, layer.mlp_norm, normed, N, C, eps, threads);
+    m->beside(normed, N, layer.gate_up, nullptr, mlp_widths, 2, both);
+    silu_multiply<float>(both, inside, N, I, threads);
+    m->product(inside, N, I, layer.down, C, 1, x, C);
+  }
+  norm<float>(x, m->final_norm, normed, N, C, eps, threads);
+  m->product(normed, N, C, m->head, m->V, 0, logits, m->V);
+  return 0;
 }
 
 #define FOR_TYPE(NAME, T) \
