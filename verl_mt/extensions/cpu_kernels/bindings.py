@@ -28,7 +28,7 @@ _SIGNATURES = {
     "draw": [_P] * 3 + [_I] * 2 + [_P] * 2 + [_T],
 }
 
-_FORWARD = [_P, _P, _I, _P, _I, *[_P] * 4, _I, _P, _I, _P, _F, _F, _T]
+_FORWARD: list[Any] = [_P, _P, _I, _P, _I, *[_P] * 4, _I, _P, _I, _P, _F, _F, _T]
 _TRAINING = {
     "norm_back": [_P] * 5 + [_I] * 2 + [_F, _T],
     "silu_multiply_back": [_P] * 3 + [_I] * 2 + [_T],

@@ -1,7 +1,8 @@
 """A step of the local engine with the compiled kernels, over the actor's own weights.
 
-The products stay torch's. Queries, keys and values of a layer, and gate and up, are written beside each other into one
-buffer, so no weight is copied and none can be out of date. Shapes as in `kernels.cpp`.
+The products stay torch's: in float32 one call computes all layers with the product that torch calls, else torch's
+operators are called layer by layer. Queries, keys and values of a layer, and gate and up, are written beside each other
+into one buffer, so no weight is copied and none can be out of date. Shapes as in `kernels.cpp`.
 """
 
 from __future__ import annotations
