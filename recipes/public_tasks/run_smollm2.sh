@@ -5,7 +5,7 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 number="answer_pattern: '(-?\\d+)'"
 
-exec python "$here/measure.py" "$@" --model "${MODEL:-models/smollm2-135m}" --out "${OUT:-runs/public_tasks_smollm2}" \
+exec python "$here/measure.py" --model "${MODEL:-models/smollm2-135m}" --out "${OUT:-runs/public_tasks_smollm2}" \
   --steps "${STEPS:-20}" --held-out "${HELD_OUT:-200}" \
   --family "{task: chain_sum, min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2, $number}" \
   --family "{task: products, min_digits: 1, max_digits: 2, $number}" \
@@ -18,4 +18,4 @@ exec python "$here/measure.py" "$@" --model "${MODEL:-models/smollm2-135m}" --ou
   actor_rollout_ref.rollout.response_length=12 \
   actor_rollout_ref.rollout.val_kwargs.temperature=0 \
   actor_rollout_ref.rollout.val_kwargs.greedy_too=false \
-  trainer.save_freq=-1 trainer.num_threads=2
+  trainer.save_freq=-1 trainer.num_threads=2 "$@"

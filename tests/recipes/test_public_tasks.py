@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -81,3 +83,16 @@ def test_the_command_measures_before_and_after(tmp_path, capsys):
     assert not (tmp_path / "products_seed_1-2").exists()
     assert script("measure").main([*words, "data.train_batch_size=3"]) == 0
     assert (tmp_path / "products_seed_1-2").exists()
+
+
+@pytest.mark.release
+def test_the_script_of_smollm2_trains_two_families(tmp_path):
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    small = {"MODEL": "verl_mt://tiny", "OUT": str(tmp_path), "STEPS": "1", "HELD_OUT": "4"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    words = [str(RECIPE / "run_smollm2.sh"), "data.train_batch_size=2", "--seeds", "2"]
+    done = subprocess.run(words, env={**os.environ, **small, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "measured_verl_mt.json").read_text())
+    assert [(row["family"], row["seed"]) for row in measured["runs"]] == [("chain_sum", 2), ("products", 2)]
+    assert "train_batch_size: 2\n" in (tmp_path / "products_seed_2" / "config.yaml").read_text()
