@@ -75,7 +75,8 @@ def summary(start: Answers, end: Answers, trained_on: Collection[str]) -> dict[s
 
 def train_here(words: list[str]) -> dict[str, Any]:
     """Train with verl_mt. Returns the `summary` of the first and the last validation."""
-    trained_on, validations = set(), []
+    trained_on: set[str] = set()
+    validations: list[Answers] = []
     for file in row_files(verl_mt.train(overrides=words).folder):
         answers = [(question_of(row["messages"]), float(row["reward"] or 0.0)) for row in read_rows(file.path)]
         if file.split == "train":
