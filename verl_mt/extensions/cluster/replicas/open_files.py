@@ -128,7 +128,7 @@ class Connections:
 
     def _new(self) -> httpx.AsyncClient:
         """A client for one request after another. It opens a connection for each: a server closes one that stood idle,
-        and on a busy machine a request may be on its way in that moment. Nobody knows then whether it was begun. httpx
+        and on a busy machine a request may be sent just then. Nobody knows whether it was begun. httpx
         looks at all connections of a client for each request, so each client has one."""
         self._all.append(
             httpx.AsyncClient(
