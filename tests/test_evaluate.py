@@ -297,8 +297,8 @@ def test_an_engine_of_an_evaluation_gets_no_layers_for_adapters(tmp_path):
     """A run's export holds them in its weights. An engine would start with layers that nothing fills."""
     (tmp_path / "own.py").write_text(
         "from verl_mt.engines.scripted import ScriptedEngine\n\n\nclass Mine(ScriptedEngine):\n"
-        "    check_config = classmethod(lambda cls, config, trainer: None)\n\n    @classmethod\n    def from_setup(cls, setup):\n"
-        "        assert setup.config.model.lora_rank == 0\n        return cls([])\n"
+        "    check_config = classmethod(lambda cls, config, trainer: None)\n\n    @classmethod\n"
+        "    def from_setup(cls, setup):\n        assert setup.config.model.lora_rank == 0\n        return cls([])\n"
     )
     config = compose(
         [f"actor_rollout_ref.rollout.name={tmp_path / 'own.py'}:Mine", "actor_rollout_ref.model.lora_rank=8"]
