@@ -12,6 +12,7 @@ weights is registered in them too.
 from __future__ import annotations
 
 import asyncio
+import functools
 import glob
 import inspect
 import json
@@ -24,7 +25,7 @@ import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -137,6 +139,8 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             # Of an update that broke off. Its part of the weights is not to count as a part of this one.
             finalize_layerwise_reload(self.model, self.model_config)
+        if not torch.accelerator.is_available():
+            _pack_experts(self.model)
         self._own = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
@@ -199,6 +203,22 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Have an update pack the experts of a mixture for the kernel on a CPU: vLLM 0.32 does it only when it starts, and
+    the kernel would read the update's tensors as packed ones. Idempotent."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and "process_weights_after_loading" not in vars(method):
+            method.process_weights_after_loading = functools.partial(
+                _process_and_pack, method, method.process_weights_after_loading
+            )
+
+
+def _process_and_pack(method: Any, process: Callable[[Any], None], layer: Any) -> None:
+    process(layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _copied(shared: mmap.mmap, name: str, shape: list[int], dtype: str, start: int) -> tuple[str, torch.Tensor]:
