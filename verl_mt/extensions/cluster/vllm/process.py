@@ -20,6 +20,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import struct
 import sys
@@ -48,6 +49,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.nccl import unpinned_nccl_env
@@ -58,6 +60,10 @@ _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 """What SGLang's requests and vLLM's call alike."""
+_WRITE_DIRECTLY = ("GptOssForCausalLM",)
+"""vLLM's classes of models whose `load_weights` writes into some parameters itself."""
+_IS_WRITTEN = re.compile("sinks|w(13|2)_(weight|bias)")
+"""Which ones."""
 _CALLS: dict[type, dict[str, tuple[str, ...]]] = {
     AsyncLLM: {
         "abort": ("request_id",),
@@ -144,6 +150,8 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         self._own = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
+        if type(self.model).__name__ in _WRITE_DIRECTLY:
+            _take_direct_writes(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's, which waits for an accelerator also where there is none."""
@@ -203,6 +211,16 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _take_direct_writes(model: torch.nn.Module) -> None:
+    """Experts and sinks of GPT-OSS are written into their parameters, past vLLM's loaders of an update. The parameters
+    would have no memory and the layers would count as not loaded: give both."""
+    for layer in model.modules():
+        if any(_IS_WRITTEN.fullmatch(name) for name, _ in layer.named_parameters(recurse=False)):
+            info = get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            info.load_numel = 1
 
 
 def _pack_experts(model: torch.nn.Module) -> None:
