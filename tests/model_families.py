@@ -61,6 +61,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,  # all three as vLLM's kernels on a CPU want them
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
+        "topk_method": "noaux_tc",  # as in the makers' files; transformers does not read it
     },
     "Granite": {},
     "SmolLM3": {"pad_token_id": 0},
