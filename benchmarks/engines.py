@@ -91,7 +91,7 @@ def two_nodes(engine: str, args: argparse.Namespace, folder: Path) -> Placed:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     try:
         cluster.add_node(**NODE)
         cluster.wait_for_nodes()
