@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -98,6 +99,8 @@ class Inference(AbstractContextManager["Inference"]):
         else:
             shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
             place = (_load(config) if shares else None, engine, (), False)
+            config = copy.deepcopy(config)  # the model that is named has no adapters, and no update brings any
+            config.actor_rollout_ref.model.lora_rank = 0
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, *place)
         self.stream = RolloutStream(self.runner)
         self._spool = spool

@@ -164,6 +164,17 @@ def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
     assert {"max_total_tokens": 99, "schedule_policy": "lpm"}.items() <= options.engine_arguments().items()
     with pytest.raises(ConfigError, match="engine_kwargs: dtype, model_path come from other keys"):
         options_of(engine_kwargs={"model_path": "x", "dtype": "float16"})
+    with pytest.raises(
+        ConfigError, match="enable_lora, lora_target_modules, max_lora_rank, max_loras_per_batch come fr"
+    ):
+        options_of(
+            engine_kwargs={
+                "max_lora_rank": 8,
+                "lora_target_modules": ["all"],
+                "max_loras_per_batch": 1,
+                "enable_lora": True,
+            }
+        )
     with pytest.raises(ConfigError, match="max_model_len"):
         options_of(max_model_len=None)
 

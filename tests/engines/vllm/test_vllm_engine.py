@@ -54,6 +54,13 @@ def check(*words: str) -> None:
         ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
         ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),
         (
+            [
+                ROLLOUT
+                + "engine_kwargs={enable_lora: true, max_lora_rank: 8, max_loras: 1, lora_target_modules: [q_proj]}"
+            ],
+            "enable_lora, lora_target_modules, max_lora_rank, max_loras come from other keys",
+        ),
+        (
             [ROLLOUT + "engine_kwargs={quantization: fp8}"],
             "quantization=fp8: .* rounded weights .* Remove quantization",
         ),

@@ -21,6 +21,7 @@ from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
 _OURS = (
     "model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version", "enable_lora",
+    "max_lora_rank", "lora_target_modules", "max_loras_per_batch",
 )  # fmt: skip
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
 _WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
