@@ -28,6 +28,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
 """Rows of each entry whose prompts are rendered."""
 _MAX_PROMPTS = 2
+_NUM_NAMED = 12
+"""Tools that a line names."""
 _LIMITS: dict[StopReason | None, Callable[[Subject], object]] = {
     StopReason.MAX_TOKENS_PER_TURN: lambda subject: subject.rollout.max_tokens_per_turn,
     StopReason.RESPONSE_LENGTH: lambda subject: subject.rollout.response_length,
@@ -89,7 +91,8 @@ def tools(subject: Subject) -> Iterator[Finding]:
     if found is None:
         yield ok("none are configured")
         return
-    yield ok(", ".join(found.names))
+    rest = len(found.names) - _NUM_NAMED
+    yield ok(", ".join(found.names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else ""))
 
 
 def tool_calls(subject: Subject) -> Iterator[Finding]:
