@@ -147,10 +147,12 @@ def step_time(subject: Subject) -> Iterator[Finding]:
     ahead = subject.config.trainer.steps_ahead
     seconds = found.ahead_s(ahead, one_device=subject.rollout.placed == "colocated")
     beside = f", of which {found.step_s - seconds:,.1f} beside each other (max_staleness={ahead})" if ahead else ""
+    run_s = seconds * subject.total_steps
+    length = f"{run_s / 60:,.1f} min" if run_s < 3600 else f"{run_s / 3600:,.2f} h"
     yield ok(
         f"about {seconds:,.1f} s a step on {device}: rollout{sampling_of(subject)} {found.rollout_s:,.1f}, update "
         f"{found.update_s:,.1f}{told}{beside}. All {subject.total_steps} steps "
-        f"{seconds * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
+        f"{length} (tools aside, if responses fill half of their length)"
     )
     # A GPU has bfloat16 for its speed, and so has a CPU with AMX; others compute in it and are slower.
     if device == "cpu" and dtype == "bfloat16":
