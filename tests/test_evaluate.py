@@ -124,11 +124,11 @@ def test_an_evaluation_that_was_ended_goes_on_where_it_was(data, tmp_path):
         return warm_start.run([*words, *more], env=env, capture_output=True, text=True, timeout=240)
 
     assert command(end="SIGKILL 7").returncode == -signal.SIGKILL
-    killed = len(list((out / "unfinished" / "spool").glob("*.pt")))
+    killed = len(list((out / "unfinished" / "spool").glob("*.group")))
     assert 2 <= killed <= 3 and not (out / "metrics.json").exists()
 
     interrupted = command(end="SIGINT 11")
-    kept = len(list((out / "unfinished" / "spool").glob("*.pt")))
+    kept = len(list((out / "unfinished" / "spool").glob("*.group")))
     assert interrupted.returncode == 130 and killed < kept < 8
     assert f"{kept} finished prompt(s) are kept in {out / 'unfinished'}" in interrupted.stderr
 
@@ -154,13 +154,13 @@ def test_an_evaluation_does_not_go_on_with_other_weights_or_other_rows(tmp_path,
     words = ["--config", "tiny", "--model", str(model), "--data", str(file), "--out", str(out), *QUICK]
 
     def interrupt(*counts: Any) -> None:
-        if list((out / "unfinished" / "spool").glob("*.pt")):
+        if list((out / "unfinished" / "spool").glob("*.group")):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("verl_mt.trainer.inference._progress", lambda: nullcontext(interrupt))
         assert evaluate.main(words) == 130
-    assert list((out / "unfinished" / "spool").glob("*.pt"))
+    assert list((out / "unfinished" / "spool").glob("*.group"))
     capsys.readouterr()
     for touched in (model / "model.safetensors", file):
         before = touched.stat()

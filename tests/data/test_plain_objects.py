@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import hashlib
-import io
 import math
 import pickle
 import random
@@ -19,7 +18,7 @@ from PIL import Image
 from verl_mt.data.dataset import DataRow
 from verl_mt.data.ledger import TrajectoryRecord
 from verl_mt.data.media import MediaInput
-from verl_mt.data.plain_objects import from_plain, pack, to_plain, unpack
+from verl_mt.data.plain_objects import _tensor, from_plain, pack, to_plain, unpack
 from verl_mt.data.trajectory import StopReason, TimeSpan, Trajectory, TrajectoryGroup
 from verl_mt.errors import DataError
 from verl_mt.extensions.compat.slime_sample import Sample
@@ -151,16 +150,42 @@ class Evil:
         return open, (self.file, "w")
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("write", [torch.save, pickle.dump])
-def test_reading_runs_no_code_of_whoever_wrote_it(tmp_path, write):
-    """The digest is right: an attacker computes it too."""
-    stream = io.BytesIO()
-    write({"group": Evil(tmp_path / "owned")}, stream)
-    content = stream.getvalue()
-    with pytest.raises(Exception, match=r"Weights only load failed|Unsupported"):
-        unpack(hashlib.sha256(content).digest() + content)
+def sealed(content: bytes) -> bytes:
+    """With the right digest: an attacker computes it too."""
+    return hashlib.sha256(content).digest() + content
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_reading_runs_no_code_of_whoever_wrote_it(tmp_path, protocol):
+    content = pickle.dumps({"group": Evil(tmp_path / "owned")}, protocol)
+    with pytest.raises(DataError, match=r"it names \w+\.open: files of a run hold plain data only"):
+        unpack(sealed(content))
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["load", "save", "nn", "Tensor", "missing"])
+def test_a_tensor_of_no_type_of_numbers_is_refused(name):
+    content = pickle.dumps(_Named(name, (2,), b"12345678"))
+    with pytest.raises(DataError, match=f"'{name}' is no type of numbers"):
+        unpack(sealed(content))
+
+
+class _Named:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return _tensor, self.arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3, 4)])
+def test_tensors_of_every_shape_come_back(dtype, shape):
+    tensor = torch.arange(12).to(dtype)[: math.prod(shape)].reshape(shape)
+    turned = tensor.movedim(0, -1) if shape else tensor
+    found = there_and_back([tensor, turned])
+    assert found[0].dtype == dtype and torch.equal(found[0], tensor) and torch.equal(found[1], turned)
+    found[0].zero_()  # it owns its memory
 
 
 def test_every_flipped_bit_is_found():

@@ -420,7 +420,7 @@ def test_groups_by_weights_that_went_with_the_process_are_sampled_again(tmp_path
     assert again.step_number == 2
     of_kept = [t for kept in again.source.spool._ready.values() for t in kept.group.trajectories]
     assert all(max(r.policy_versions) <= 2 for t in of_kept for r in t.records)
-    left = {path.stem for path in (run / "spool").glob("*.pt")}
+    left = {path.stem for path in (run / "spool").glob("*.group")}
     assert left == set(again.source.spool._ready)
     again.fit()
     assert prompt_log.main([str(run)]) == 0
@@ -489,7 +489,7 @@ def test_what_cannot_be_written_is_said_once_and_what_cannot_be_read_is_sampled_
         spool.keep(replace(plan_of([5]), positions=[int(name[-1])]), group)
     assert caplog.text.count("finished groups are not kept") == 1 and not (tmp_path / "spool").exists()
     (tmp_path / "spool").mkdir()
-    (tmp_path / "spool" / "s000003.00000.pt").write_bytes(b"torn")
+    (tmp_path / "spool" / "s000003.00000.group").write_bytes(b"torn")
     assert GroupSpool(tmp_path / "spool", 5).take(plan_of([5])) == []
     assert "is sampled again" in caplog.text and not list((tmp_path / "spool").iterdir())
 

@@ -46,7 +46,7 @@ def test_kept_groups_are_found_by_the_next_process_without_what_was_its_own(tmp_
     spool = GroupSpool(folder, None)
     for place in (2, 0):
         spool.keep(PLAN, group(place))
-    assert names(folder) == ["s000003.00000.pt", "s000003.00002.pt"]
+    assert names(folder) == ["s000003.00000.group", "s000003.00002.group"]
     again = GroupSpool(folder, 5)
     found = again.take(PLAN)
     assert [made.prompt_id for made in found] == ["s000003.00000", "s000003.00002"]
@@ -61,7 +61,7 @@ def test_groups_of_weights_that_are_gone_are_removed(tmp_path, version, used):
     """The latest token of any of its trajectories counts."""
     for versions in (((4, 5), (3, 3)), ((3, 3), (5, 4))):
         GroupSpool(tmp_path, None).keep(PLAN, group(1, versions))
-        assert taken(tmp_path, version) == used and names(tmp_path) == [f"{name}.pt" for name in used]
+        assert taken(tmp_path, version) == used and names(tmp_path) == [f"{name}.group" for name in used]
 
 
 def test_a_group_of_which_nothing_was_sampled_is_of_no_weights(tmp_path):
@@ -117,7 +117,7 @@ def test_dropped_groups_are_gone_from_memory_and_disk(tmp_path):
         spool.keep(PLAN, group(place))
     again = GroupSpool(tmp_path, 5)
     again.drop(["s000003.00001", "s000009.00000"])
-    assert names(tmp_path) == ["s000003.00000.pt", "s000003.00002.pt"]
+    assert names(tmp_path) == ["s000003.00000.group", "s000003.00002.group"]
     assert [made.prompt_id for made in again.take(PLAN)] == ["s000003.00000", "s000003.00002"]
     again = GroupSpool(tmp_path, 5)
     again.clear()
@@ -133,19 +133,19 @@ def test_what_cannot_be_written_leaves_nothing_and_is_said_once(tmp_path, caplog
         spool.keep(PLAN, bad)
     assert caplog.text.count("finished groups are not kept for a run that is killed: DataError") == 1
     spool.keep(PLAN, good)
-    (tmp_path / "spool" / "s000003.00002.pt").mkdir()  # nothing can take this name
+    (tmp_path / "spool" / "s000003.00002.group").mkdir()  # nothing can take this name
     spool.keep(PLAN, group(2))
-    assert names(tmp_path / "spool") == ["s000003.00001.pt", "s000003.00002.pt"]
+    assert names(tmp_path / "spool") == ["s000003.00001.group", "s000003.00002.group"]
     assert caplog.text.count("are not kept") == 1
 
 
 def test_what_is_no_group_is_said_and_removed(tmp_path, caplog):
-    (tmp_path / "a.pt").write_bytes(b"torn")
-    (tmp_path / "b.pt").write_bytes(pack({"group": [1], "asked": ()}))
+    (tmp_path / "a.group").write_bytes(b"torn")
+    (tmp_path / "b.group").write_bytes(pack({"group": [1], "asked": ()}))
     (tmp_path / "old.pickle").write_bytes(pickle.dumps([1]))
     assert GroupSpool(tmp_path, 5).take(PLAN) == [] and names(tmp_path) == []
-    assert "1 group(s) of an earlier version are pickles" in caplog.text
-    assert "a.pt is sampled again" in caplog.text and "TypeError: it holds a list" in caplog.text
+    assert "1 group(s) are files of an earlier version" in caplog.text
+    assert "a.group is sampled again" in caplog.text and "TypeError: it holds a list" in caplog.text
 
 
 def test_what_keeping_a_group_looks_at_does_not_grow_with_the_plan(tmp_path, monkeypatch):
@@ -164,8 +164,8 @@ def test_what_keeping_a_group_looks_at_does_not_grow_with_the_plan(tmp_path, mon
 def test_what_is_no_file_is_removed_and_sampled_again(tmp_path, caplog):
     spool = GroupSpool(tmp_path, None)
     spool.keep(PLAN, group(1))
-    os.mkfifo(tmp_path / "a.pt")
-    for name in ("b.pt", "c.pickle"):
+    os.mkfifo(tmp_path / "a.group")
+    for name in ("b.group", "c.pickle"):
         (tmp_path / name / "inner").mkdir(parents=True)
-    assert taken(tmp_path) == ["s000003.00001"] and names(tmp_path) == ["s000003.00001.pt"]
-    assert "a.pt is sampled again: DataError" in caplog.text and "b.pt is a directory" in caplog.text
+    assert taken(tmp_path) == ["s000003.00001"] and names(tmp_path) == ["s000003.00001.group"]
+    assert "a.group is sampled again: DataError" in caplog.text and "b.group is a directory" in caplog.text

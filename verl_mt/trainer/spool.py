@@ -48,14 +48,12 @@ class GroupSpool:
         self._folder = folder
         self._ready: dict[str, _Kept] = {}
         self._cannot = False
-        earlier = list(folder.glob("*.pickle"))
+        earlier = [*folder.glob("*.pickle"), *folder.glob("*.pt")]
         for path in earlier:
             remove(path)
         if earlier:
-            log.warning(
-                "%s: %d group(s) of an earlier version are pickles. They are sampled again", folder, len(earlier)
-            )
-        for path in sorted(folder.glob("*.pt")):
+            log.warning("%s: %d group(s) are files of an earlier version. They are sampled again", folder, len(earlier))
+        for path in sorted(folder.glob("*.group")):
             kept = self._read(path)
             if kept is not None and version is not None and max(_versions(kept.group), default=0) <= version:
                 self._ready[kept.group.prompt_id] = kept
@@ -107,7 +105,7 @@ class GroupSpool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _path(self, prompt_id: str) -> Path:
-        return self._folder / f"{prompt_id}.pt"
+        return self._folder / f"{prompt_id}.group"
 
     def _read(self, path: Path) -> _Kept | None:
         try:

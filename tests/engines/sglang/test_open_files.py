@@ -83,7 +83,7 @@ def test_files_are_counted_where_none_is_left_to_count_them_with(monkeypatch):
     assert open_files.num_open() == open_files.raise_limit()
 
 
-def test_the_pools_of_a_process_that_may_open_many_files_are_there_at_once(run_async):
+def test_the_connections_of_a_process_that_may_open_many_files_are_there_at_once(run_async):
     async def go():
         begun = time.process_time()
         connections = open_files.Connections(16_384)
@@ -93,24 +93,26 @@ def test_the_pools_of_a_process_that_may_open_many_files_are_there_at_once(run_a
     run_async(go())
 
 
-def test_what_is_lost_at_once_is_sent_again_and_what_is_lost_later_is_not(monkeypatch, run_async):
+def test_each_request_has_a_connection_of_its_own_and_a_lost_one_is_not_sent_again(run_async):
     async def go():
         asked = []
 
         async def serve(reader, writer):
             asked.append(await reader.readuntil(b"\r\n\r\n"))
-            if len(asked) % 2 == 0:
+            if len(asked) < 3:  # the server would keep the connection
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
                 await writer.drain()
+                assert await reader.read() == b""
             writer.close()
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health"
             connections = open_files.Connections(1)
-            answer = await connections.get(url, {}, 9.0)
-            assert answer.text == "ok" and len(asked) == 2
+            before = open_files.num_open()
+            for _ in range(2):
+                assert (await connections.get(url, {}, 9.0)).text == "ok"
+            assert len(asked) == 2 and b"connection: close" in asked[0].lower() and open_files.num_open() <= before + 1
             # The server may have begun with it: sent again, a request would be sampled twice.
-            monkeypatch.setattr(open_files, "_AT_ONCE_S", 0.0)
             with pytest.raises(open_files.httpx.RemoteProtocolError):
                 await connections.get(url, {}, 9.0)
             assert len(asked) == 3

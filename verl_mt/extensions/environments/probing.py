@@ -106,6 +106,7 @@ def in_child(work: Callable[[], Any], folder: Path | None = None) -> Any:
 
 def _child(work: Callable[[], Any], connection: Any, folder: str) -> None:
     """Runs in the child."""
+    gc.freeze()  # what the parent had made is not looked at by each collection, which would copy all of its pages
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         connection.send((False, work()))

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import resource
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,13 +26,7 @@ _MOST = 1 << 20
 """A kernel takes no more by default, whatever the hard limit says."""
 _CALLS = 32
 """Connections for calls that are not requests: aborts, pauses, health."""
-_POOL = 32
-"""Connections of one pool of httpx, which looks at all of a pool's for each request."""
-_KEEP_ALIVE_S = 2.0
-"""Below uvicorn's 5 s, so that a connection is never used in the moment in which the server closes it."""
 _CONNECT_S = 30.0
-_AT_ONCE_S = 1.0
-"""A connection that is lost this soon after a request was sent had been closed while it was idle."""
 _AGAIN_S = 0.5
 _PATIENCE_S = 60.0
 """Without a file for this long, a request fails."""
@@ -82,17 +75,10 @@ class Connections:
     def __init__(self, number: int):
         self.number = number
         self._free = asyncio.Semaphore(number)
-        limits = httpx.Limits(max_connections=_POOL, keepalive_expiry=_KEEP_ALIVE_S)
-        timeout = httpx.Timeout(None, connect=_CONNECT_S)
-        # One for all: it reads the certificates of authorities, which takes 30 ms, and there may be 512 pools.
-        ssl = httpx.create_ssl_context(trust_env=False)
-        # A server in the cluster is reached directly, whatever proxy this machine has for the world outside.
-        self._pools = [
-            httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, verify=ssl)
-            for _ in range(-(-number // _POOL))
-        ]
-        # The last one that was given back is taken first: its connections are open.
-        self._places = [pool for pool in reversed(self._pools) for _ in range(_POOL)]
+        # One for all: it reads the certificates of authorities, which takes 30 ms.
+        self._ssl = httpx.create_ssl_context(trust_env=False)
+        self._idle: list[httpx.AsyncClient] = []
+        self._all: list[httpx.AsyncClient] = []
         self._told = False
 
     async def post(
@@ -112,14 +98,14 @@ class Connections:
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        for pool in self._pools:
-            await pool.aclose()
+        for client in self._all:
+            await client.aclose()
 
     async def _ask(self, method: str, url: str, headers: Mapping[str, str], **more: Any) -> httpx.Response:
         for _ in range(round(_PATIENCE_S / _AGAIN_S)):
-            async with self._one() as pool:
+            async with self._one() as client:
                 try:
-                    return await _sent(pool, method, url, headers=dict(headers), **more)
+                    return await client.request(method, url, headers=dict(headers), **more)
                 except (httpx.TransportError, OSError) as error:
                     if not out_of_files(error):
                         raise
@@ -134,11 +120,26 @@ class Connections:
     @contextlib.asynccontextmanager
     async def _one(self) -> AsyncIterator[httpx.AsyncClient]:
         async with self._free:
-            pool = self._places.pop()
+            client = self._idle.pop() if self._idle else self._new()
             try:
-                yield pool
+                yield client
             finally:
-                self._places.append(pool)
+                self._idle.append(client)
+
+    def _new(self) -> httpx.AsyncClient:
+        """A client for one request after another. It opens a connection for each: a server closes one that stood idle,
+        and on a busy machine a request may be on its way in that moment. Nobody knows then whether it was begun. httpx
+        looks at all connections of a client for each request, so each client has one."""
+        self._all.append(
+            httpx.AsyncClient(
+                headers={"Connection": "close"},
+                limits=httpx.Limits(max_connections=1),
+                timeout=httpx.Timeout(None, connect=_CONNECT_S),
+                trust_env=False,  # a server in the cluster is reached directly, whatever proxy this machine has
+                verify=self._ssl,
+            )
+        )
+        return self._all[-1]
 
     def _tell(self) -> None:
         if not self._told:
@@ -148,18 +149,6 @@ class Connections:
                 "Raise the hard limit (`ulimit -Hn`) for more at once",
                 num_open(), raise_limit(),
             )  # fmt: skip
-
-
-async def _sent(pool: httpx.AsyncClient, method: str, url: str, **more: Any) -> httpx.Response:
-    """A server closes a connection that nobody used for seconds, perhaps just when this process does. So what is lost
-    at once is sent again. What is lost later may have been begun by the server, which must not do it twice."""
-    begun = time.monotonic()
-    try:
-        return await pool.request(method, url, **more)
-    except (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError):
-        if time.monotonic() - begun > _AT_ONCE_S:
-            raise
-    return await pool.request(method, url, **more)
 
 
 class Shared:
