@@ -230,8 +230,7 @@ def _damaged(path: str, error: Exception) -> ConfigError:
 
 def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:
     return ConfigError(
-        f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: "
-        f"{str(error).rstrip('.')}. "
+        f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded ({error}). "
         "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
     )
 

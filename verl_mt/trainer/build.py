@@ -394,7 +394,7 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
         f"{trainer.plan.total_steps} steps, "
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
-        f"{torch.get_num_threads()} thread(s); writing to {run.path}"
+        f"{torch.get_num_threads()} thread(s). Writing to {run.path}"
     )
     for text in trainer.notes():
         note(text)
