@@ -243,7 +243,7 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
     assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
     said = " ".join(out.getvalue().split())
     assert "4 trajectories, 4 finished. Reward of the scripted answer: 0" in said
-    assert "nothing is validated" not in said
+    assert "Nothing is validated" not in said
     assert list(tmp_path.iterdir()) == []
 
 

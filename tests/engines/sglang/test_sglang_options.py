@@ -105,7 +105,7 @@ def test_arguments_at_their_defaults_and_those_of_speed_pass():
 
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "True")
-    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
+    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*Unset it"):
         options_of()
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
     options_of()
