@@ -143,12 +143,40 @@ def test_the_loss_after_the_last_restart_is_raised_and_says_so(scripted, most):
     assert getattr(raised.value, "__notes__", []) == notes
 
 
+class Collector:
+    """As `gc`; writes down what is asked of it."""
+
+    def __init__(self, frozen=0):
+        self.asked, self.frozen = [], frozen
+
+    def get_freeze_count(self):
+        return self.frozen
+
+    def freeze(self):
+        self.asked.append("freeze")
+        self.frozen = 1
+
+    def unfreeze(self):
+        self.asked.append("unfreeze")
+        self.frozen = 0
+
+    def collect(self):
+        self.asked.append("collect")
+
+
 def test_the_memory_of_a_lost_run_is_free_before_the_next_one_is_built(scripted, monkeypatch):
-    asked = scripted([Life("a", WorkerError("lost")), Life("b")])
-    built = []
-    monkeypatch.setattr(restarts, "gc", SimpleNamespace(collect=lambda: built.append(len(asked))))
+    asked, collector = scripted([Life("a", WorkerError("lost")), Life("b")]), Collector()
+    monkeypatch.setattr(restarts, "gc", collector)
     run_to_the_end(limits(1))
-    assert built == [1] and len(asked) == 2
+    assert collector.asked == ["freeze", "unfreeze", "collect", "freeze", "unfreeze"] and len(asked) == 2
+
+
+def test_objects_that_the_caller_froze_stay_frozen(scripted, monkeypatch):
+    scripted([Life("a")])
+    collector = Collector(frozen=5)
+    monkeypatch.setattr(restarts, "gc", collector)
+    run_to_the_end(limits(0))
+    assert collector.asked == [] and collector.frozen == 5
 
 
 def test_other_errors_and_a_loss_after_a_request_to_stop_cause_no_restart(scripted):

@@ -37,6 +37,8 @@ _CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
 read in a separate call where reading them as long as the others would cost more."""
 _RETURNING_BYTES = 128 << 20
 """A released cache that was not larger gets the same size when it is used again."""
+_KEPT_BYTES = 32 << 20
+"""A released cache on a CPU that was not larger is kept: new memory takes longer than what is computed with it."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
 _LEN_CHUNK = 64
@@ -57,6 +59,7 @@ class KVCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._before = (0, 0)
+        self._kept: list[torch.Tensor] = []
 
     def reserve(self, num_rows: int, length: int) -> bool:
         """Grow to `num_rows` rows of `length` positions; keeps what is stored. True if it grew."""
@@ -83,10 +86,16 @@ class KVCache:
         """Store keys and values `[N, K, D]` of N tokens at (`rows[N]`, `positions[N]`)."""
         key, value = kv
         if layer not in self._keys:
-            self._keys[layer] = key.new_zeros(self.num_rows, key.shape[1], self.length, key.shape[2])
-            self._values[layer] = value.new_zeros(self.num_rows, value.shape[1], self.length, value.shape[2])
+            self._keys[layer], self._values[layer] = self._zeros(key), self._zeros(value)
         self._keys[layer][rows, :, positions] = key
         self._values[layer][rows, :, positions] = value
+
+    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.num_rows, like.shape[1], self.length, like.shape[2])
+        if self._kept and (self._kept[-1].shape, self._kept[-1].dtype) == (shape, like.dtype) and like.is_cpu:
+            return self._kept.pop().zero_()
+        self._kept = []
+        return like.new_zeros(shape)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all rows, `[S, K, M, D]` each."""
@@ -102,9 +111,11 @@ class KVCache:
                 tensor[first:last, :, :length] = prefix
 
     def release(self) -> None:
-        """Give the memory back; everything stored is lost."""
+        """Give the memory back, but for little of it on a CPU. Everything stored is lost."""
         if self.num_rows:
             self._before = (self.num_rows, self.length) if self.num_bytes <= _RETURNING_BYTES else (0, 0)
+            stored = [*self._keys.values(), *self._values.values()]
+            self._kept = stored if self.num_bytes <= _KEPT_BYTES and all(t.is_cpu for t in stored) else []
         self.num_rows = self.length = 0
         self._keys.clear()
         self._values.clear()

@@ -56,8 +56,11 @@ class Episode:
 
     def saved(self, chosen: Chosen) -> float:
         """How much shorter it is without the chosen spans; where another span covers the same time, nothing is won."""
-        gone = union(s.interval for s in self.spans if chosen(s))
-        return measure(minus(gone, union(s.interval for s in self.spans if not chosen(s)))) if gone else 0.0
+        gone = [s for s in self.spans if chosen(s)]
+        if not gone:
+            return 0.0
+        left = union(s.interval for s in self.spans if s not in gone)
+        return measure(minus(union(s.interval for s in gone), left))
 
 
 @dataclass
@@ -97,7 +100,11 @@ class StepReplay:
         """By how much the step would end earlier without the chosen spans."""
         # Replayed against replayed, not against what was measured: what a replay gets wrong (a place that stood free
         # for a moment) is in both, and falls out.
-        return max(0.0, self._simulated_end(lambda span: False) - self._simulated_end(chosen))
+        return max(0.0, self._end_as_it_was - self._simulated_end(chosen))
+
+    @cached_property
+    def _end_as_it_was(self) -> float:
+        return self._simulated_end(lambda span: False)
 
     def held(self, chosen: Chosen, phase: str) -> Intervals:
         """In a lock step: when the chosen spans, all of one phase, and nothing else kept everybody waiting."""
