@@ -154,7 +154,7 @@ def test_a_row_without_any_type_fails_alone():
         for metadata in ({}, {"rm_type": "math"})
     ]
     failed, scored = asyncio.run(reward.score(items))
-    assert "known: math, deepscaler" in failed.error and scored == {"score": 1.0}
+    assert "Known: math, deepscaler" in failed.error and scored == {"score": 1.0}
 
 
 @pytest.mark.slow  # the second try waits a second
