@@ -220,7 +220,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--run", "no/such/run"], "no/such/run has no config.yaml"),
         (["--model", "verl_mt://tiny", "--data", "no/such/file.parquet"], "no file 'no/such/file.parquet'"),
         (["--model", "no/such/model", "--data", "verl_mt.tiny.problems:rows"], "no/such/model"),
-        (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
+        (["--model", "verl_mt://tiny", "data.val_files=null"], "Name a file with --data"),
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
         (["a", "b"], "name one run, not 2: a b"),

@@ -105,7 +105,7 @@ def test_arguments_at_their_defaults_and_those_of_speed_pass():
 
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "True")
-    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
+    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*Unset it"):
         options_of()
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
     options_of()
@@ -215,7 +215,7 @@ def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refu
     ("overrides", "message"),
     [
         (["servers=[host:1]"], "'host:1' is no URL"),
-        (["servers=[http://a:1,http://b:1,http://a:1/]"], "servers names http://a:1 2 times: .*name it once"),
+        (["servers=[http://a:1,http://b:1,http://a:1/]"], "servers names http://a:1 2 times: .*Name it once"),
         (["servers=[http://h:1]", "launch_servers=2"], "placement=servers and .*launch_servers contradict"),
         (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "set the options of those"),
         (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "set the options of those"),

@@ -44,7 +44,7 @@ def check(*words: str) -> None:
         (["trainer.deterministic=True"], "trainer.deterministic needs rollout.name=local"),
         (
             [ROLLOUT + "servers=[http://a:1]", ROLLOUT + "weight_transport=tensors"],
-            "weight_transport=tensors: http://a:1 cannot open this machine's memory; use broadcast or disk",
+            "weight_transport=tensors: http://a:1 cannot open this machine's memory. Use broadcast or disk",
         ),
         (
             [ROLLOUT + "servers=[http://localhost:1]", "trainer.placement=ray", "trainer.nnodes=2"],

@@ -113,7 +113,7 @@ class Library:
             *places.pointers, places.num_blocks, scale, torch.get_num_threads(),
         )  # fmt: skip
         if failed:
-            raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
+            raise ValueError(f"head dimension {dim} is not compiled. There is {HEAD_DIMS}")
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
         """RMSNorm of `x` [N, C] with `weight` [C], into `out` [N, C]."""

@@ -166,7 +166,7 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
         missing += [f"{name}({part}=)" for part in _SENT[name] if part not in takes]
     if missing:
         raise ConfigError(
-            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}; install "
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}. Install "
             f"{SGLANG.newest} ({SGLANG.page})"
         )
 

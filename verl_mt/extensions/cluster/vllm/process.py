@@ -198,7 +198,7 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         left = sorted(self._own - self._loaded)
         if left and self.vllm_config.load_config.load_format == "dummy":
             raise ValueError(
-                f"its model has {len(left)} weights that no update sends, such as {left[0]}; set "
+                f"its model has {len(left)} weights that no update sends, such as {left[0]}. Set "
                 "actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
             )
         finalize_layerwise_reload(self.model, self.model_config)
