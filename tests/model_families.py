@@ -58,9 +58,10 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "q_lora_rank": 32,
         "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
+        "qk_rope_head_dim": 32,  # all three as vLLM's kernels on a CPU want them
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "topk_method": "noaux_tc",  # as in the makers' files; transformers does not read it
     },
     "Granite": {},
     "SmolLM3": {"pad_token_id": 0},

@@ -99,7 +99,7 @@ class TestTheCoreAlone:
             (("verl_mt.trainer", "trainer.logger=[wandb]"), "unknown tracker 'wandb'"),
             (("verl_mt.trainer", "actor_rollout_ref.rollout.name=sglang"), "'sglang'"),
             (("verl_mt.trainer", "trainer.collapse_guard=stop"), "trainer.collapse_guard (command line): unknown key"),
-            (("verl_mt.trainer", "--advantage=grpo"), "unknown flag --advantage=grpo; --help lists the flags"),
+            (("verl_mt.trainer", "--advantage=grpo"), "unknown flag --advantage=grpo. --help lists the flags"),
             (
                 ("verl_mt.trainer", "data.seed=x", "trainer.n_gpus_per_node=8"),
                 "2 problems in the configuration: - trainer.n_gpus_per_node (command line): unknown key; did you mean "

@@ -19,6 +19,7 @@ import pytest
 import warm_start
 
 from verl_mt import evaluate
+from verl_mt.config.compose import compose
 from verl_mt.config_paths import resolve_model_path
 from verl_mt.data.run_files import row_to_trajectory
 from verl_mt.data.trajectory import Trajectory, TrajectoryGroup
@@ -219,7 +220,7 @@ def test_own_model_and_own_data_inherit_nothing_of_the_default_task():
         (["--run", "no/such/run"], "no/such/run has no config.yaml"),
         (["--model", "verl_mt://tiny", "--data", "no/such/file.parquet"], "no file 'no/such/file.parquet'"),
         (["--model", "no/such/model", "--data", "verl_mt.tiny.problems:rows"], "no/such/model"),
-        (["--model", "verl_mt://tiny", "data.val_files=null"], "name a file with --data"),
+        (["--model", "verl_mt://tiny", "data.val_files=null"], "Name a file with --data"),
         (["--model", "verl_mt://tiny", "--n", "0"], "--n is 0"),
         (["--run", "a", "--config", "b"], "not both"),
         (["a", "b"], "name one run, not 2: a b"),
@@ -290,6 +291,20 @@ def chat(monkeypatch, capsys, *words: str, lines: list[str]) -> str:
     monkeypatch.setenv("COLUMNS", "160")
     assert evaluate.main(["--model", "verl_mt://tiny", "--chat", GREEDY, *QUICK, *words]) == 0
     return capsys.readouterr().out
+
+
+def test_an_engine_of_an_evaluation_gets_no_layers_for_adapters(tmp_path):
+    """A run's export holds them in its weights. An engine would start with layers that nothing fills."""
+    (tmp_path / "own.py").write_text(
+        "from verl_mt.engines.scripted import ScriptedEngine\n\n\nclass Mine(ScriptedEngine):\n"
+        "    check_config = classmethod(lambda cls, config, trainer: None)\n\n    @classmethod\n"
+        "    def from_setup(cls, setup):\n        assert setup.config.model.lora_rank == 0\n        return cls([])\n"
+    )
+    config = compose(
+        [f"actor_rollout_ref.rollout.name={tmp_path / 'own.py'}:Mine", "actor_rollout_ref.model.lora_rank=8"]
+    )
+    with inference.Inference(config) as policy:
+        assert policy.config.actor_rollout_ref.model.lora_rank == 8, "the caller's configuration stays as it is"
 
 
 def test_a_conversation_goes_on_past_the_limits_of_a_training_trajectory(monkeypatch, capsys):

@@ -206,7 +206,7 @@ def test_a_reward_is_asked_of_rollouts_only(chat, tmp_path):
 
 
 def test_keys_that_mean_nothing_here_are_refused_not_ignored():
-    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref.actor.ppo_epochs, algorithm.gamma; it reads"):
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref.actor.ppo_epochs, algorithm.gamma. It reads"):
         sft.config_of("x.jsonl", ["actor_rollout_ref.actor.ppo_epochs=2", "algorithm.gamma=0.9"])
     with pytest.raises(ConfigError, match=r"lora_alpha=64 has no effect unless .*lora_rank is set \(it is 0"):
         sft.config_of("x.jsonl", ["actor_rollout_ref.model.lora_alpha=64"])
@@ -225,7 +225,7 @@ def test_a_folder_that_is_taken_and_a_missing_file_are_one_line(tmp_path, capsys
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").write_text("x")
     assert sft.main(["--data", "x.jsonl", "--out", str(tmp_path / "taken")]) == 2
-    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert "is not empty. Name a new folder" in capsys.readouterr().err
 
 
 def test_a_parquet_file_does_as_well(chat, tmp_path):
@@ -394,7 +394,7 @@ def test_a_training_that_was_interrupted_goes_on_and_ends_with_the_weights_of_on
     whole, cut = (load_causal_lm(str(tmp_path / name / "hf")).state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
     assert sft.main(words_of(data, tmp_path / "cut")) == 2
-    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert "is not empty. Name a new folder" in capsys.readouterr().err
 
 
 def test_what_a_run_says_of_its_policy_loss_is_not_supervised_trainings(tmp_path):

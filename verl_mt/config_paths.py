@@ -80,7 +80,7 @@ def find_config_file(path: str | Path, *, key: str) -> Path:
     for candidate in tried:
         if candidate.is_file():
             return candidate.resolve()
-    raise ConfigError(f"{key}: no file {str(path)!r}; looked at {', '.join(str(t) for t in tried)}")
+    raise ConfigError(f"{key}: no file {str(path)!r}. Looked at {', '.join(str(t) for t in tried)}")
 
 
 TINY_MODEL = "verl_mt://tiny"

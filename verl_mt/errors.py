@@ -104,7 +104,7 @@ class CollapseError(VerlMTError):
 
 
 class WorkerError(VerlMTError):
-    """A worker process died or failed; the run stops, and the same command resumes it from its last checkpoint."""
+    """A worker process died or failed. The run stops, and the same command resumes it from its last checkpoint."""
 
 
 class LedgerError(VerlMTError, ValueError):
@@ -116,7 +116,7 @@ class EngineError(VerlMTError):
 
 
 class EngineGoneError(EngineError):
-    """The engine died or was closed; the trajectory is aborted and may be retried."""
+    """The engine died or was closed. The trajectory is aborted and may be retried."""
 
 
 class WeightsReplacedError(EngineGoneError):
@@ -135,12 +135,12 @@ def error_text(error: BaseException, *, named: bool = False, whole: bool = False
     """The text of any exception. Never raises, and can be written as UTF-8.
 
     Args:
-        error: also one whose `__str__` raises; then the text says so.
+        error: also one whose `__str__` raises. Then the text says so.
         named: with the type's name before it, as in `ValueError: no such row`.
         whole: neither cut nor escaped, for the model.
 
     Returns:
-        `str(error)`; the type's name where that is empty.
+        `str(error)`. The type's name where that is empty.
     """
     kind, text = type(error).__name__, _text(lambda: str(error))
     if isinstance(text, BaseException):

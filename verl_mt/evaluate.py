@@ -92,9 +92,9 @@ def config_of(args: argparse.Namespace, overrides: list[str]) -> Config:
     if args.run:
         folder = Path(args.run)
         if not (folder / "config.yaml").is_file():
-            raise ConfigError(f"{folder} has no config.yaml; name a run directory such as runs/tiny")
+            raise ConfigError(f"{folder} has no config.yaml. Name a run directory such as runs/tiny")
         if not args.model and not (folder / "hf").is_dir():
-            raise ConfigError(f"{folder} has no hf/ export (the run is not over); name a model with --model")
+            raise ConfigError(f"{folder} has no hf/ export (the run is not over). Name a model with --model")
         require_trust(folder, trust=args.trust)
     # As in training: with an own model and own data nothing of the default task is inherited.
     general = args.model and args.model != TINY_MODEL and args.data

@@ -76,7 +76,7 @@ def export(
     model = config.actor_rollout_ref.model
     if model.lora_rank and dtype not in (None, model.dtype):
         raise CheckpointError(
-            f"--dtype {dtype}: the run's adapters were trained on weights in {model.dtype} and belong to these; leave "
+            f"--dtype {dtype}: the run's adapters were trained on weights in {model.dtype} and belong to these. Leave "
             "--dtype out"
         )
     module = load_causal_lm(**source_of(model) | {"dtype": dtype or model.dtype, "attn_implementation": "sdpa"})

@@ -77,8 +77,8 @@ class Registry(dict[str, T], Generic[T]):
         old = self.get(name)
         if old is not None and old is not value and identity(old) != identity(value):
             raise PluginError(
-                f"{self.kind} {name!r} is already registered as {identity(old)}; "
-                f"got {identity(value)}. Choose another name, or delete the old one first."
+                f"{self.kind} {name!r} is already registered as {identity(old)}. "
+                f"Got {identity(value)}. Choose another name, or delete the old one first."
             )
         super().__setitem__(name, value)
 
@@ -207,7 +207,7 @@ def load_object(path: str, *, what: str, registry: Registry[Any] | None = None) 
         )
     module_name, _, attribute = path.rpartition(":") if ":" in path else path.rpartition(".")
     if not module_name:
-        raise PluginError(f"{what}: {path!r} is not a dotted path; write package.module.Name or file.py:Name")
+        raise PluginError(f"{what}: {path!r} is not a dotted path. Write package.module.Name or file.py:Name")
     module = import_file(module_name, what) if module_name.endswith(".py") else _import_module(module_name, what, path)
     target: Any = module
     for part in attribute.split("."):
@@ -341,7 +341,7 @@ def _import_module(name: str, what: str, path: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise PluginError(
-                f"{what}: no module {error.name!r} (from {path!r}); is it installed, or missing on PYTHONPATH?"
+                f"{what}: no module {error.name!r} (from {path!r}). Is it installed, or missing on PYTHONPATH?"
             ) from error
         raise PluginError(
             f"{what}: importing {name} failed: it needs {error.name!r}, which is not installed{_instead_of(error)}"

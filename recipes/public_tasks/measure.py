@@ -1,11 +1,13 @@
-"""Held-out accuracy before and after GRPO on families of reasoning_gym, several seeds each, with intervals.
+"""Held-out score before and after GRPO on families of reasoning_gym, several seeds each, with intervals.
 
     python recipes/public_tasks/measure.py --model HuggingFaceTB/SmolLM2-135M-Instruct \\
         --family '{task: spell_backward, max_word_len: 5}' --family '{task: chain_sum, max_terms: 2, max_digits: 2}'
 
 `--family` is a value of `rollout.environment.config`. `{task}` in `--model` is the family's name. Further words are
-overrides of every run. The last line of the output is the file with all numbers. A run that was ended goes on with the
-same command.
+overrides of every run. The last line of the output is the file with all numbers. After an interruption the same command
+goes on. Seeds that are finished are not trained again.
+
+Small families repeat questions. So the table also has the score of held-out questions that no training step had.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,12 @@ import yaml
 
 import verl_mt
 from verl_mt.config.compose import compose
+from verl_mt.data.row_files import read_rows, row_files
 from verl_mt.errors import VerlMTError
 from verl_mt.trainer.inference import measure
+
+Answers = list[tuple[str, float]]
+"""Question and score, of each held-out conversation."""
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Number of seeds -> 97.5 % quantile of Student's distribution."""
@@ -46,8 +53,57 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), half
 
 
+def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The first message of the user."""
+    return str(next(message["content"] for message in messages if message["role"] == "user"))
+
+
+def summary(start: Answers, end: Answers, trained_on: Collection[str]) -> dict[str, Any]:
+    """Mean scores of two validations on the same questions.
+
+    Returns:
+        `start`, `end`, and the same over the `new` answers to questions that are not in `trained_on`: `start_new`,
+        `end_new` (None if there are none).
+    """
+    found: dict[str, Any] = {}
+    for name, answers in (("start", start), ("end", end)):
+        new = [score for question, score in answers if question not in trained_on]
+        found[name] = statistics.fmean(score for _, score in answers)
+        found[f"{name}_new"], found["new"] = (statistics.fmean(new) if new else None), len(new)
+    return found
+
+
+def train_here(words: list[str]) -> dict[str, Any]:
+    """Train with verl_mt. Returns the `summary` of the first and the last validation."""
+    trained_on: set[str] = set()
+    validations: list[Answers] = []
+    for file in row_files(verl_mt.train(overrides=words).folder):
+        answers = [(question_of(row["messages"]), float(row["reward"] or 0.0)) for row in read_rows(file.path)]
+        if file.split == "train":
+            trained_on |= {question for question, _ in answers}
+        elif file.split == "val":
+            validations.append(answers)
+    return summary(validations[0], validations[-1], trained_on)
+
+
+def train_with_trl(words: list[str], folder: Path) -> dict[str, Any]:
+    """Train with TRL. Returns the `summary` of verl_mt's validations before and after."""
+    from with_trl import train
+
+    trained, trained_on = train(compose(words), folder)
+    start, end = (
+        [
+            (question_of(trajectory.messages), float(trajectory.reward or 0.0))
+            for group in measure(compose(words + changed)).groups
+            for trajectory in group.trajectories
+        ]
+        for changed in ([], [f"actor_rollout_ref.model.path={trained}"])
+    )
+    return summary(start, end, trained_on)
+
+
 def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train one family with one seed. Returns the numbers of its first and last validation."""
+    """Train one family with one seed, or read what an earlier call with the same overrides found."""
     task = yaml.safe_load(family)["task"]
     folder = args.out / f"{task}_seed_{seed}{'_trl' if args.trained_by == 'trl' else ''}"
     words = [
@@ -63,31 +119,33 @@ def run(args: argparse.Namespace, family: str, seed: int, overrides: Sequence[st
         f"actor_rollout_ref.model.path={args.model.format(task=task)}",
         *overrides,
     ]
-    if args.trained_by == "trl":
-        from with_trl import train
-
-        trained = train(compose(words), folder)
-        models = ([], [f"actor_rollout_ref.model.path={trained}"])
-        start, end = (measure(compose(words + changed)).metrics["val/accuracy"] for changed in models)
-    else:
-        curve = verl_mt.train(overrides=words).curve("val/accuracy")
-        start, end = curve[min(curve)], curve[max(curve)]
-    return {"library": args.trained_by, "family": task, "seed": seed, "start": start, "end": end}
+    remembered = args.out / f"{folder.name}.json"
+    if remembered.exists():
+        earlier = json.loads(remembered.read_text(encoding="utf-8"))
+        if earlier["overrides"] == words:
+            return dict(earlier["row"])
+    begun = time.process_time()
+    found = train_with_trl(words, folder) if args.trained_by == "trl" else train_here(words)
+    row = {"library": args.trained_by, "family": task, "seed": seed, **found}
+    row["cpu_s"] = time.process_time() - begun
+    remembered.write_text(json.dumps({"overrides": words, "row": row}, indent=1) + "\n", encoding="utf-8")
+    return row
 
 
 def table(rows: Sequence[dict[str, Any]], held_out: int) -> str:
     """The runs and, for each family, the mean over its seeds, as a Markdown table."""
-    lines = ["| family | seed | start | end |", "|---|---|---|---|"]
+    lines = ["| family | seed | start | end | new questions: count, start, end | CPU s |", "|---|---|---|---|---|---|"]
     for row in rows:
         ends = ["{:.3f} ({:.3f} to {:.3f})".format(row[key], *wilson(row[key], held_out)) for key in ("start", "end")]
-        lines.append(f"| {row['family']} | {row['seed']} | {ends[0]} | {ends[1]} |")
+        new = "{new}, {start_new:.3f}, {end_new:.3f}".format(**row) if row["new"] else "0"
+        lines.append(f"| {row['family']} | {row['seed']} | {ends[0]} | {ends[1]} | {new} | {row['cpu_s']:.0f} |")
     for name in dict.fromkeys(row["family"] for row in rows):
         of_family = [row for row in rows if row["family"] == name]
         start, gain = (mean_interval(values) for values in (
             [row["start"] for row in of_family], [row["end"] - row["start"] for row in of_family]
         ))  # fmt: skip
         end = statistics.fmean(row["end"] for row in of_family)
-        lines.append(f"| **{name}** | mean | {start[0]:.3f} | {end:.3f}, gain {gain[0]:+.3f} ± {gain[1]:.3f} |")
+        lines.append(f"| **{name}** | mean | {start[0]:.3f} | {end:.3f}, gain {gain[0]:+.3f} ± {gain[1]:.3f} | | |")
     return "\n".join(lines)
 
 

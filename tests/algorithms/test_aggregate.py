@@ -110,7 +110,7 @@ def test_a_missing_constant_and_an_unknown_mode_are_refused():
         with pytest.raises(ValueError, match="needs a positive norm_constant"):
             run(*RAGGED, "seq-mean-token-sum-norm", constant=constant)
     assert run(*SQUARE, "seq-mean-token-sum-norm", constant=0.5) == pytest.approx(10.0)
-    with pytest.raises(ValueError, match="unknown loss aggregation 'mean'; known: token-mean"):
+    with pytest.raises(ValueError, match=r"unknown loss aggregation 'mean'. Known: token-mean"):
         run(*RAGGED, "mean")
 
 

@@ -278,7 +278,7 @@ def test_rows_of_a_data_frame_are_read_as_a_table():
 def test_rows_of_datasets_are_read_as_a_table():
     datasets = pytest.importorskip("datasets")
     assert [row.ground_truth for row in read(datasets.Dataset.from_list(ROWS), 3)] == [0, 1, 2]
-    with pytest.raises(DataError, match=r"mapping of train; give one part"):
+    with pytest.raises(DataError, match=r"mapping of train. Give one part"):
         read(datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}))
     stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
     assert [row.ground_truth for row in read(stream, 2)] == [0, 1]

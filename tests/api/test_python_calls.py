@@ -136,7 +136,7 @@ def test_an_interrupted_call_raises_after_its_checkpoint_and_the_same_call_goes_
         given = {"tools": [], "reward": interrupting, "save_freq": -1, **SMALL}
         return verl_mt.train("verl_mt://tiny", rows(), default_local_dir=str(tmp_path / "run"), **given)
 
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 0; the same call goes on .* verl_mt\.Run\("):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 0. The same call goes on .* verl_mt\.Run\("):
         call()
     so_far = verl_mt.Run(tmp_path / "run")
     assert not so_far.finished and "not finished" in repr(so_far)

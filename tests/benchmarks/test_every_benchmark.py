@@ -152,6 +152,8 @@ CASES = [
     Case("data_start.py", "--rows 300", says("loaded and not loaded: the same rows, ids and counts")),
     Case("driver_cost.py", "--workers 0 1 --tokens 4000 --length 400", marks=(pytest.mark.release,)),
     Case("event_loop_lag.py", "--conversations 16 --seconds 0.1", every_call_ran),
+    Case("engines.py", "--engines sglang --ways workers --steps 1 data.train_batch_size=4 data.val_max_samples=4",
+         says('"trainer_bytes": '), marks=(*SGLANG, pytest.mark.release)),
     Case("environments_at_once.py", "--count 40 --tool-s 0.1 --turns 2"),
     Case("export_memory.py", "--size medium", the_model_once),
     Case("gpu/colocated_life.py", "--device cpu --shape toy --cycles 2 --tokens 128 --cache-gb 0.001 --expandable",

@@ -49,7 +49,7 @@ def test_a_template_may_be_given_as_text_or_file(folder, tmp_path):
 def test_a_template_of_megabytes_is_refused_before_it_is_compiled(folder, tmp_path):
     file = tmp_path / "long.jinja"
     file.write_text("{{ messages[0].content }}\n" * 200_000)
-    with pytest.raises(TemplateError, match=r"long.jinja' has \d{7} characters; templates may have 500000. Shorten it"):
+    with pytest.raises(TemplateError, match=r"long.jinja' has \d{7} characters. Templates may have 500000. Shorten it"):
         load_chat(str(folder), custom_chat_template=str(file))
 
 

@@ -206,7 +206,7 @@ def test_a_turn_that_the_template_or_tokenizer_changes_is_told_with_the_place():
         text = chatml(messages, tools, add_generation_prompt=add_generation_prompt)
         return text if add_generation_prompt else text + "more"
 
-    with pytest.raises(TemplateError, match=r"adds '<\|im_end\|>\\nmore' to the turn; the model did not write that"):
+    with pytest.raises(TemplateError, match=r"adds '<\|im_end\|>\\nmore' to the turn. The model did not write that"):
         turn_ids(ToyChat(adds), HISTORY, assistant("A2"), method="prev_curr")
 
 

@@ -130,14 +130,14 @@ except VerlMTError as error: print(error)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (("lullaby", "nnodes"), "verl_mt has the key trainer.nnodes already; rename yours"),
+        (("lullaby", "nnodes"), "verl_mt has the key trainer.nnodes already. Rename yours"),
         (('"trainer"', '"trainee.inside"'), "'trainee.inside' is no section of the configuration, nor below one"),
         (('"trainer"', '"trainer.nnodes"'), "'trainer.nnodes' is no section of the configuration, nor below one"),
-        (("SECTIONS = ConfigSections(", "SECTIONS = dict("), "is a dict; expected a ConfigSections"),
-        (('"curriculum": Curriculum', '"curriculum": int'), "'curriculum' is <class 'int'>; expected a subclass of"),
-        (("@dataclass\nclass TrainerKeys", "class TrainerKeys"), "expected a subclass of Section that is a @dataclass"),
+        (("SECTIONS = ConfigSections(", "SECTIONS = dict("), "is a dict. Expected a ConfigSections"),
+        (('"curriculum": Curriculum', '"curriculum": int'), "'curriculum' is <class 'int'>. Expected a subclass of"),
+        (("@dataclass\nclass TrainerKeys", "class TrainerKeys"), "Expected a subclass of Section that is a @dataclass"),
         (('"trainer": Tr', '"hydra": Tr'), "'hydra' is no name for a section"),
-        (('option(None, "Sung at the end.")', "None"), "lullaby is no option; write lullaby: TYPE = option(DEFAULT"),
+        (('option(None, "Sung at the end.")', "None"), "lullaby is no option. Write lullaby: TYPE = option(DEFAULT"),
         (("if config.curriculum.start >", "raise ValueError('no')\n    if 1 >"), "its check raised ValueError: no"),
     ],
 )

@@ -53,7 +53,7 @@ def test_flags_may_stand_between_overrides():
     assert (command.flags.cfg, command.file) == ("job", "tiny")
     assert command.overrides == ["data.seed=3", "++reward.kwargs.a=1", "~x"]
     assert Command(["--info", "data.seed=3"], None, "test").flags.info == "all"
-    with pytest.raises(ConfigError, match=r"unknown flag --cnfg --colour=red; --help lists the flags"):
+    with pytest.raises(ConfigError, match=r"unknown flag --cnfg --colour=red. --help lists the flags"):
         Command(["data.seed=3", "--cnfg", "job", "--colour=red"], None, "test")
 
 
@@ -87,7 +87,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
     text = str(caught.value)
     assert text.startswith("9 problems")
     for part in (
-        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "there is no Megatron", "resampled", "use sglang or vllm",
+        "did you mean actor_rollout_ref.rollout.n?", "'abc'", "there is no Megatron", "resampled", "Use sglang or vllm",
         "--multirun", "at least 1", "cannot be deleted", "'nonsense'",
     ):  # fmt: skip
         assert part in text
@@ -101,7 +101,7 @@ def test_every_refusal_of_a_command_is_in_one_error():
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", ("FSDP2", "tensor_model_parallel_size")),
         ("actor_rollout_ref.ref.megatron.param_offload=True", ("FSDP2", "docs/scaling.md")),
         ("model_engine=megatron", ("FSDP2", "trainer.placement=ray")),
-        ("actor_rollout_ref.rollout.name=hf", ("use sglang or vllm", "local")),
+        ("actor_rollout_ref.rollout.name=hf", ("Use sglang or vllm", "local")),
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", ("custom generate functions",)),
     ],
 )

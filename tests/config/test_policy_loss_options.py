@@ -31,7 +31,7 @@ def test_verls_command_line_sets_it_and_the_numbers_of_its_loss():
     ("mode", "name"), [(mode, name) for mode in POLICY_LOSSES for name in read_policy_loss({"loss_mode": mode}).options]
 )
 def test_a_number_that_the_loss_does_not_read_is_refused_and_one_that_it_reads_is_taken(mode, name):
-    with pytest.raises(ConfigError, match=f"{name} is 1.0, which only loss_mode={mode} reads; it is gspo"):
+    with pytest.raises(ConfigError, match=f"{name} is 1.0, which only loss_mode={mode} reads. It is gspo"):
         read_policy_loss({name: 1.0, "loss_mode": "gspo"})
     assert read_policy_loss({name: 1.0, "loss_mode": mode}).options[name] == 1.0
 

@@ -145,11 +145,11 @@ def test_numbers_that_make_no_sense_are_refused(given, text):
             [f"{KEY}.rollout_token_veto_threshold=1e-4", f"{KEY}.bypass_mode=True"],
             "rollout_token_veto_threshold=0.0001",
         ),
-        ([f"{KEY}.rollout_is=token", f"{ACTOR}.policy_loss.loss_mode=gspo"], "use sequence or geometric"),
+        ([f"{KEY}.rollout_is=token", f"{ACTOR}.policy_loss.loss_mode=gspo"], "Use sequence or geometric"),
         ([f"{KEY}.rollout_rs=token_k3", f"{ACTOR}.policy_loss.loss_mode=gspo"], "rollout_rs=token_k3 with"),
         (
             [f"{KEY}.rollout_is=sequence", "actor_rollout_ref.rollout.agent_function_path=my.agent"],
-            "a product over all of them is the ratio of none; use token, or geometric",
+            "a product over all of them is the ratio of none. Use token, or geometric",
         ),
         ([f"{KEY}.rollout_is=token", f"{KEY}.rollout_is_threshold=0.1"], "leaves out 1"),
     ],

@@ -269,9 +269,9 @@ def test_parts_of_rewards_are_a_row_per_trajectory_in_the_order_of_their_names()
         *three(2), reward_parts=[{"x": 1.0, "y": 2.0}, {"y": 4.0, "x": 3.0}, {"x": 5.0, "y": 6.0, "z": 0.0}]
     )
     assert col.reward_parts(batch, ["y", "x"]).tolist() == [[2.0, 1.0], [4.0, 3.0], [6.0, 5.0]]
-    with pytest.raises(DataError, match=r"'a': its reward has no z; it has x, y: return"):
+    with pytest.raises(DataError, match=r"'a': its reward has no z. It has x, y: return"):
         col.reward_parts(batch, ["x", "z"])
-    with pytest.raises(DataError, match=r"'a': its reward has no z; it has no parts"):
+    with pytest.raises(DataError, match=r"'a': its reward has no z. It has no parts"):
         col.reward_parts(in_rows(*three()), ["z"])
 
 

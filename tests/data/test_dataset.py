@@ -315,7 +315,7 @@ def test_columns_are_read_by_other_names_everywhere(tmp_path):
         load(file, columns=columns)
     first = load(file, num_rows=1, columns=replace(columns, label="solution"))[0].rows[0]
     assert first.raw == {"prompt": "q", "solution": "7"} and first.ground_truth == "7"
-    with pytest.raises(DataError, match=r"data\.columns renames anwser, which no row has; the first has answer"):
+    with pytest.raises(DataError, match=r"data\.columns renames anwser, which no row has. The first has answer"):
         load(file, columns=Columns(renamed={"anwser": "solution"}))
 
 
@@ -340,7 +340,7 @@ def test_two_columns_of_one_new_name_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("text", ["", " \n"])
 def test_a_system_message_without_text_is_refused(tmp_path, text):
     file = jsonl(tmp_path / "q.jsonl", [ROW | {"prompt": "q"}])
-    with pytest.raises(DataError, match=r"data\.system: got .* no text; give a text, or leave it out"):
+    with pytest.raises(DataError, match=r"data\.system: got .* no text. Give a text, or leave it out"):
         load(file, columns=Columns(system=text))
     (tmp_path / "system.txt").write_text(text)
     with pytest.raises(DataError, match=r"data\.system: .*system\.txt is empty"):
@@ -534,7 +534,7 @@ def test_a_generators_own_errors_pass_and_all_others_are_told_with_the_call(modu
     with pytest.raises(DataError, match="has no rows"):
         load("made_up_rows:lists", num_rows=0)
     module.endless = lambda num_rows, seed, split: iter([ROW])
-    with pytest.raises(DataError, match=r"say how many: data\.train_max_samples \(it is -1\)"):
+    with pytest.raises(DataError, match=r"Say how many: data\.train_max_samples \(it is -1\)"):
         load("made_up_rows:endless")
     assert len(load("made_up_rows:endless", num_rows=2)[0].rows) == 1
 
@@ -553,7 +553,7 @@ def test_a_number_is_a_prompt_only_for_a_function_that_reads_it_itself(tmp_path,
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"audios": ["a", "b"]}, "column audios holds 2 items; audio is not offered"),
+        ({"audios": ["a", "b"]}, "column audios holds 2 items. Audio is not offered"),
         ({"data_source": None}, "column 'data_source' is null"),
         ({"reward_model": None}, "column 'reward_model' is null"),
         ({"reward_model": ["ground_truth"]}, "column reward_model must be a mapping with ground_truth"),
@@ -653,7 +653,7 @@ def test_columns_to_rename_are_checked_only_where_there_are_rows():
     check_renamed([], names, "f")
     check_renamed([{"z": 1}], {}, "f")
     check_renamed([{"a": 1}, {"c": 1}], names, "f")
-    with pytest.raises(DataError, match=r"f: data\.columns renames c, which no row has; the first has a"):
+    with pytest.raises(DataError, match=r"f: data\.columns renames c, which no row has. The first has a"):
         check_renamed([{"a": 1}], names, "f")
     with pytest.raises(DataError, match="renames a, c to one name, b"):
         check_renamed([{"a": 1, "c": 1}], {"a": "b", "c": "b", "e": "f"}, "f")

@@ -158,7 +158,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_one_clear_error(tmp_path,
     (source,) = opened(path)
     with open(path, "ab") as file:
         file.write(b" ")
-    with pytest.raises(DataError, match=rf"a\.{kind} was changed while the run reads it.*write new rows to a new file"):
+    with pytest.raises(DataError, match=rf"a\.{kind} was changed while the run reads it.*Write new rows to a new file"):
         source.rows[0]
 
 

@@ -129,7 +129,7 @@ def test_difficulty_grows_with_the_rows_drawn():
         ({"key": "nope", "schedule": SCHEDULE}, "row 1.*'nope'"),
         ({"key": "level", "schedule": []}, "no stage"),
         ({"key": "level", "schedule": [{"rows": 5, "max": 1}]}, "grow from 0"),
-        ({"key": "level", "schedule": [{"rows": 0, "max": -1}]}, "no row has level <= -1; the smallest is 0"),
+        ({"key": "level", "schedule": [{"rows": 0, "max": -1}]}, "no row has level <= -1. The smallest is 0"),
         ({"key": "level", "schedule": [{"rows": 0}]}, "expected"),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_stage_walks_through_its_own_rows_from_its_start():
         ([{"rows": 0, "max": 1}, {"rows": 0, "max": 2}], "rows must grow from 0 on"),
         ([{"rows": 0, "max": 1}, {"rows": 5, "max": 2}, {"rows": 4, "max": 2}], "rows must grow from 0 on"),
         ([{"rows": -1, "max": 1}], "rows must grow from 0 on"),
-        ([{"rows": 0, "max": 1}, {"rows": 1, "max": -1}], "no row has level <= -1; the smallest is 0"),
+        ([{"rows": 0, "max": 1}, {"rows": 1, "max": -1}], "no row has level <= -1. The smallest is 0"),
         ([5], "expected {rows: number, max: number or null}, got 5"),
         ([{"rows": 0, "max": 1, "more": 2}], "expected {rows"),
         ([{"rows": 0.5, "max": 1}], "expected {rows"),

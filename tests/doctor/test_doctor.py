@@ -242,8 +242,8 @@ def test_the_default_task_has_nothing_wrong(tmp_path, monkeypatch):
     assert main([], console=Console(file=out, width=200)) == 0
     assert "0 error(s), 0 warning(s), 0 skipped" in out.getvalue()
     said = " ".join(out.getvalue().split())
-    assert "4 trajectories, 4 finished; reward of the scripted answer: 0" in said
-    assert "nothing is validated" not in said
+    assert "4 trajectories, 4 finished. Reward of the scripted answer: 0" in said
+    assert "Nothing is validated" not in said
     assert list(tmp_path.iterdir()) == []
 
 

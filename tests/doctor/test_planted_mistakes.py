@@ -89,7 +89,7 @@ MISTAKES = {
     "reward always 1": Mistake(rewards("return 1.0"), "reward's meaning", ("is 1 for every answer", "truth '300'")),
     "extraction of another form": Mistake(
         lambda project: project.replace("part_reward.py", "Answer:", "####"),
-        "reward's meaning", ("asks for `Answer: x`", "0; it is 1 for `#### x`"),
+        "reward's meaning", ("asks for `Answer: x`", "0. It is 1 for `#### x`"),
     ),
     "ground truth as a number, compared as text": Mistake(
         each_row("row['reward_model']['ground_truth'] = int(row['reward_model']['ground_truth'])"),

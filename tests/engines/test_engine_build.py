@@ -59,7 +59,7 @@ def test_what_an_engine_does_not_take_is_refused(qwen3, config, message):
 
 def test_a_class_derived_from_the_text_engine_is_not_passed_over_for_a_model_that_sees(tmp_path):
     (tmp_path / "mine.py").write_text("from verl_mt.engines.local import LocalEngine\nclass Mine(LocalEngine): pass\n")
-    with pytest.raises(ConfigError, match=r"mine.py:Mine: .* takes images, which Mine cannot .*derive from .*Vision"):
+    with pytest.raises(ConfigError, match=r"mine.py:Mine: .* takes images, which Mine cannot .*Derive from .*Vision"):
         made(vision_model(), name=f"{tmp_path / 'mine.py'}:Mine")
 
 

@@ -554,6 +554,14 @@ class Plain(Base):
     pass
 
 
+class SlowToMake(Base):
+    def __init__(self) -> None:
+        time.sleep(0.3)
+
+    def close(self) -> None:
+        return
+
+
 class OwnDatabase(_Database):
     def _path(self) -> str:
         return ":memory:"

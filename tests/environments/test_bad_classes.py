@@ -180,7 +180,7 @@ def test_a_column_that_the_constructor_or_reset_wants_is_named():
 
 @pytest.mark.parametrize("named", [{"default": Good}, {"a": {"path": "x", "limit": 3}}, {"a": {"config": {}}}])
 def test_named_environments_of_another_form_are_refused(named):
-    with pytest.raises(ConfigError, match=r"environment\.named\.\w+: got .*expected a path, or"):
+    with pytest.raises(ConfigError, match=r"environment\.named\.\w+: got .*Expected a path, or"):
         build_environments(EnvironmentConfig(named=named), None, 1.0)
 
 

@@ -37,7 +37,7 @@ LEFT = {
 """What an episode leaves in its process -> what is said of it."""
 HEALTHY = {
     "Plain", "OwnDatabase", "OwnFolder", "CountsItself", "LoadsOnce", "CopiesTheBoard", "OwnRandom", "Asynchronous",
-    "DeepFork", "Raises",
+    "DeepFork", "Raises", "SlowToMake",
 }  # fmt: skip
 
 

@@ -440,7 +440,7 @@ def score_of(value: Any) -> type[Environment]:
     ("value", "text"),
     [
         (RuntimeError("lost"), "RuntimeError: lost"),
-        (float("nan"), "returned nan as the score; expected a finite number"),
+        (float("nan"), "returned nan as the score. Expected a finite number"),
         ({"points": 1}, "returned a dict without 'score'"),
         ("high", "returned 'high' as the score"),
     ],

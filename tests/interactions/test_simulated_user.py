@@ -164,7 +164,7 @@ def test_a_url_that_nobody_serves_aborts_the_trajectory(serve):
 
 
 def test_a_refused_request_is_an_error_of_the_configuration(serve):
-    with pytest.raises(UserCodeError, match=r"answered 404: .*no such model.*check model"):
+    with pytest.raises(UserCodeError, match=r"answered 404: .*no such model.*Check model"):
         talk(user(serve(404)), OPENING)
 
 
@@ -184,7 +184,7 @@ def test_requests_at_once_are_limited(serve):
     "config, row, text",
     [
         ({}, {"name": "user", "goal": "g"}, "set extra_info.interaction_kwargs.persona"),
-        ({"system_prompt": "{mood}"}, ROW, "system_prompt names 'mood'.*it has: goal, name, persona"),
+        ({"system_prompt": "{mood}"}, ROW, "system_prompt names 'mood'.*It has: goal, name, persona"),
     ],
 )
 def test_a_row_that_lacks_something_is_told_what(serve, config, row, text):

@@ -794,6 +794,20 @@ def test_the_yaml_files_options_of_the_engine_count_for_the_commands_engine(tmp_
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 4096}
 
 
+def test_an_argument_whose_engine_only_the_file_names_says_what_to_add(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {model: {path: x}, rollout: {name: vllm}}\n"
+        "data: {train_files: x.parquet}\n"
+    )
+    word = f"{ROLLOUT}.enforce_eager=True"
+    assert compose([word], "mine", tmp_path).actor_rollout_ref.rollout.engine_kwargs == {}
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"the command line does not say that vllm samples. Add {ROLLOUT}.name=vllm there, or write" in said
+    assert "SGLang's is" not in said
+    for words in ([f"{ROLLOUT}.name=vllm", word], [f"{ROLLOUT}.engine_kwargs.enforce_eager=true"]):
+        assert compose(words, "mine", tmp_path).actor_rollout_ref.rollout.engine_kwargs == {"enforce_eager": True}
+
+
 @pytest.mark.parametrize(("ranks", "size"), [("8", 2), ("1", 1), ("4 actor_rollout_ref.rollout.n=4", 2)])
 def test_engines_have_verls_two_ranks_where_nothing_is_said(ranks, size):
     config = composed(f"{OVER}trainer.n_gpus_per_node={ranks}")

@@ -160,7 +160,7 @@ def test_numbers_with_a_default_are_computed_with_it_and_that_is_said():
 def test_a_program_in_python_is_no_launch_script(tmp_path):
     file = tmp_path / "run_model.py"
     file.write_text("import slime.utils.external_utils.command_utils as U\n")
-    with pytest.raises(ConfigError, match=r"run_model.py is a Python program, .* give the command that it starts"):
+    with pytest.raises(ConfigError, match=r"run_model.py is a Python program, .* Give the command that it starts"):
         migrate(file.read_text(), file)
 
 

@@ -474,7 +474,7 @@ def test_reward_key_names_the_entry_of_a_dict_that_is_the_reward():
         found[path] = group.trajectories[0].reward
     assert found == {own: 1.0, f"{__name__}.scored_itself": 0.5}
     args = SimpleNamespace(reward_key="accuracy")
-    with pytest.raises(InvalidScore, match=r"without 'accuracy'.*it has acc"):
+    with pytest.raises(InvalidScore, match=r"without 'accuracy'.*It has acc"):
         by_reward_key({"acc": 1.0}, args)
     assert Sample(reward={"acc": 2.0}).get_reward_value(SimpleNamespace(reward_key="acc")) == 2.0
 

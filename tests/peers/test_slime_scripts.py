@@ -221,7 +221,7 @@ def test_all_scripts_are_looked_at_and_four_of_five_that_can_be_carried_over_are
 
 def test_a_file_that_only_holds_arguments_says_so(capsys):
     for file in sorted(conformance.peer("slime", REVISION, "scripts/models").glob("*.sh")):
-        with pytest.raises(ConfigError, match=r"only holds arguments.* give the script that reads it with `source`"):
+        with pytest.raises(ConfigError, match=r"only holds arguments.* Give the script that reads it with `source`"):
             migrate(file.read_text(), file)
         assert main([str(file)]) == 2
 

@@ -229,7 +229,7 @@ def test_a_reward_is_given_the_trainers_state_and_the_ids_of_each_message():
     assert (given["finish_reason"], given["is_truncated"]) == (["stop"], [False])
     state = given["trainer_state"]
     assert (state.global_step, state.max_steps, state.is_world_process_zero) == (0, 0, True)
-    with pytest.raises(AttributeError, match="no 'best_metric'; it has global_step"):
+    with pytest.raises(AttributeError, match=r"no 'best_metric'. It has global_step"):
         _ = state.best_metric
     several = [said("one"), said("two")]
     run = converse(Hooked(), several, reward=asked)
@@ -528,7 +528,7 @@ def test_names_of_its_trainer_load_and_say_what_there_is_instead(monkeypatch):
             use(None)
     monkeypatch.setenv("MY_WEIGHT", "0.5")
     assert (get_env_args("my_weight", float, 1.0), get_env_args("other", int, 2), is_master()) == (0.5, 2, True)
-    with pytest.raises(PluginError, match="a scheduler's step may rewrite"):
+    with pytest.raises(PluginError, match="A scheduler's step may rewrite"):
         swift.ContextManager().manage_context([], "t")
     with pytest.raises(ImportError, match="nobody_knows"):
         from verl_mt.extensions.compat.rollout.scheduler import nobody_knows  # type: ignore # noqa: F401

@@ -95,7 +95,7 @@ def test_local_paths_are_copied_and_one_of_hdfs_has_one_clear_error(tmp_path):
     assert exists(str(tmp_path / "new" / "b" / "file")) and (tmp_path / "one").read_text() == "x"
     assert copy_to_local(str(tmp_path / "one")) == str(tmp_path / "one")
     for call in (lambda: exists("hdfs://a"), lambda: makedirs("hdfs://a"), lambda: copy("hdfs://a", str(tmp_path))):
-        with pytest.raises(ConfigError, match="hdfs://a: HDFS is not offered; give a local folder"):
+        with pytest.raises(ConfigError, match=r"hdfs://a: HDFS is not offered. Give a local folder"):
             call()
     with pytest.raises(FileNotFoundError, match="nowhere"):
         copy_to_local("nowhere")

@@ -88,7 +88,7 @@ def test_a_conversation_of_80_turns_is_read_folded_and_walked(browser, long_run,
         assert page.locator(".reading > details:not([open])").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
         assert page.evaluate(WEAK_TEXT) == [] and page.evaluate(UNLABELLED) == []
-        page.get_by_role("button", name="Go to the first trained token").click()
+        page.get_by_role("button", name="First trained token").click()
         assert page.locator(".t.chosen").count() == 1 and page.locator(".reading").count() == 0
         page.get_by_role("button", name="Messages", exact=True).click()
         assert page.locator(".reading").count() == 1 and page.locator(".stream").count() == 0

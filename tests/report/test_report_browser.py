@@ -38,7 +38,7 @@ def test_the_trained_tokens_of_the_worst_rollout_are_two_clicks_away(browser, ru
     first = record["loss_mask"].index(1)
     with Opened(browser, address(run)) as page:
         page.get_by_role("link", name="Open the worst rollout").click()
-        page.get_by_role("button", name="Go to the first trained token").click()
+        page.get_by_role("button", name="First trained token").click()
         found = facts(page)
         assert found["id"] == str(record["token_ids"][first])
         assert (found["position"], found["role"], found["turn"]) == (str(first), "assistant", "1")
@@ -248,14 +248,16 @@ def test_the_timeline_draws_every_conversation_and_the_critical_path(browser, ru
     with Opened(browser, address(run) + "#/rollouts") as page:
         page.get_by_role("link", name="Timeline").click()
         page.wait_for_selector("svg.timeline")
-        assert page.locator("svg .loop_thread").count() == 16
+        assert page.locator("svg .lane").count() == 16
+        behind = page.locator("svg .lane-back").first.evaluate("node => getComputedStyle(node).fill")
+        assert behind == "rgba(0, 0, 0, 0)"  # no black bar
         assert page.locator("svg .phase-tool").count() == 16
         assert page.locator("svg line.path").count() > 0
         assert page.locator("svg .engine").count() == 0
         assert "What held this rollout" in page.locator("main").inner_text()
         page.select_option("#t-step", "2")
         page.wait_for_function("() => location.hash.endsWith('/2')")
-        page.locator("svg .loop_thread").first.click()
+        page.locator("svg .lane").first.click()
         page.wait_for_selector(".reading")
 
 

@@ -39,7 +39,7 @@ def test_rows_of_both_formats_print_the_same_bytes_and_show_the_same_page(tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--step", "9"], "no rollout rows of step 9 of split train; there are: train 1, train 2"),
+        (["--step", "9"], "no rollout rows of step 9 of split train. There are: train 1, train 2"),
         (["--split", "val"], "of split val"),
     ],
 )

@@ -134,5 +134,5 @@ def test_vectors_are_the_mean_of_the_real_tokens_states_whatever_the_batch(encod
 def test_an_encoder_that_cannot_be_is_refused(encoder, tmp_path):
     with pytest.raises(ConfigError, match="cannot be loaded as an encoder"):
         Encoder(EncoderOptions(str(tmp_path)))
-    with pytest.raises(ConfigError, match="--pooling is 'max'; expected one of mean, cls"):
+    with pytest.raises(ConfigError, match=r"--pooling is 'max'. Expected one of mean, cls"):
         Encoder(EncoderOptions(encoder, pooling="max"))

@@ -57,7 +57,7 @@ def test_a_request_that_is_none_is_refused(body):
     [
         (["--corpus", "absent.jsonl"], "no corpus 'absent.jsonl'"),
         (["--corpus", "{corpus}", "--topk", "0"], "--topk is 0"),
-        (["--corpus", "{corpus}", "--port", "{taken}"], "choose another --port"),
+        (["--corpus", "{corpus}", "--port", "{taken}"], "Choose another --port"),
         (["--corpus", "{corpus}", "--dense", "/no/such/model"], "--dense '/no/such/model' cannot be loaded"),
     ],
 )
@@ -83,7 +83,7 @@ def test_without_its_packages_it_says_what_to_install(tmp_path):
         f"sys.exit(main(['--corpus', {str(corpus)!r}, '--port', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and 'bm25s is not installed; pip install "verl_mt[search]"' in done.stderr
+    assert done.returncode == 2 and 'bm25s is not installed: pip install "verl_mt[search]"' in done.stderr
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def test_a_refused_request_is_never_repeated_and_fails_its_trajectory(serve, sta
     server = serve(status)
     (failure,) = score(judge(server), item())
     assert failure.kind == "raised" and len(server.requests) == 1
-    assert f"answered {status}: not now; check model, api_key_env" in failure.error
+    assert f"answered {status}: not now. Check model, api_key_env" in failure.error
 
 
 def test_a_reply_without_a_score_is_asked_for_one_and_then_given_up(serve):
@@ -219,7 +219,7 @@ def test_a_reply_without_a_score_is_asked_for_one_and_then_given_up(serve):
     assert said[1] == "Quite good." and "Score: <a number from 0 to 10>" in said[2]
     server = serve("Quite good.")
     (failure,) = score(judge(server, max_asked=2), item())
-    assert failure.kind == "unavailable" and "in 2 replies; the last one: 'Quite good.'" in failure.error
+    assert failure.kind == "unavailable" and "in 2 replies. The last one: 'Quite good.'" in failure.error
 
 
 def test_of_a_reply_that_was_cut_no_number_is_taken(serve):

@@ -231,7 +231,7 @@ def test_one_bad_item_does_not_take_its_swift_batch_along(monkeypatch, forever):
 
 def test_a_swift_reward_names_the_column_that_is_missing():
     (failure,) = score(of(lambda completions, difficulty: [1.0]), item())
-    assert "needs the column difficulty; the rows have problem" in failure.error
+    assert "needs the column difficulty. The rows have problem" in failure.error
 
 
 # ---------------------------------------------------------------- load_reward
@@ -300,7 +300,7 @@ def whose(text, answer):
     [
         (("gsm9k",), PluginError, "did you mean 'gsm8k'.*arithmetic.*exact_match.*gsm8k"),
         (("gsm8k", "compute_score"), ConfigError, "is a registered reward"),
-        (("gsm8k", None, {"mode": "strict"}), ConfigError, "gsm8k takes no mode; its parameters:.*method"),
+        (("gsm8k", None, {"mode": "strict"}), ConfigError, "gsm8k takes no mode. Its parameters:.*method"),
         (("gsm8k", None, {"ground_truth": "1"}), ConfigError, "ground_truth of gsm8k comes from the rollout"),
         (("absent.py",), PluginError, "reward.path: no file 'absent.py'"),
         ((__file__,), PluginError, "has no 'compute_score'.*reward.name"),

@@ -121,7 +121,7 @@ def test_dapos_answer_stands_behind_the_last_answer_in_the_last_300_characters()
     assert dapo("Answer: 1,234 units<|im_end|>", 1234)["score"] == 1.0
     assert dapo("Answer: 3\n" + "x" * 300, "3") == {"score": -1.0, "acc": 0.0}
     assert dapo("no answer", "3")["score"] == -1.0
-    with pytest.raises(ValueError, match="whole numbers; the row's label is 'x'"):
+    with pytest.raises(ValueError, match=r"whole numbers. The row's label is 'x'"):
         dapo("Answer: 3", "x")
 
 
@@ -154,7 +154,7 @@ def test_a_row_without_any_type_fails_alone():
         for metadata in ({}, {"rm_type": "math"})
     ]
     failed, scored = asyncio.run(reward.score(items))
-    assert "known: math, deepscaler" in failed.error and scored == {"score": 1.0}
+    assert "Known: math, deepscaler" in failed.error and scored == {"score": 1.0}
 
 
 @pytest.mark.slow  # the second try waits a second

@@ -85,7 +85,7 @@ def test_a_weighted_form_is_not_what_the_score_without_the_form_is_taken_from():
         ({"rewards": ["format"], "weights": [-math.inf]}, "weights: -inf is not finite"),
         ({"rewards": ["format", "format"]}, "a distinct name"),
         ({"rewards": ["format"], "kwargs": {"formt": {}}}, "no part formt"),
-        ({"rewards": ["format"], "weights": [0.5], "kwargs": {"format_reward": {}}}, "there are format$"),
+        ({"rewards": ["format"], "weights": [0.5], "kwargs": {"format_reward": {}}}, "There are format$"),
     ],
 )
 def test_what_cannot_be_added_up_is_refused(kwargs, text):

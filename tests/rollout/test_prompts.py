@@ -135,7 +135,7 @@ def tokenized(monkeypatch):
 
 @pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
 def test_a_prompt_of_twenty_megabytes_is_refused_at_once_with_its_row(truncation, tokenized):
-    with pytest.raises(DataError, match=r"toy\.jsonl, row 8: the prompt has 20,800,\d+ characters.*shorten it"):
+    with pytest.raises(DataError, match=r"toy\.jsonl, row 8: the prompt has 20,800,\d+ characters.*Shorten it"):
         builder(2000, filtered=False, truncation=truncation).keep([row("short"), row(HUGE, 7)])
     assert 0 < sum(tokenized) < 200_000
 

@@ -25,8 +25,8 @@ from verl_mt.interactions.base import BaseInteraction
 from verl_mt.rewards.base import Reward, RewardFailure, load_reward
 from verl_mt.rollout.context import Limits, warn_of_deadline
 from verl_mt.rollout.prompts import PromptBuilder
-from verl_mt.rollout.runner import RolloutPlan, RolloutRunner
-from verl_mt.rollout.session import SessionContext
+from verl_mt.rollout.runner import Gate, RolloutPlan, RolloutRunner
+from verl_mt.rollout.session import RolloutSession, SessionContext
 from verl_mt.rollout.stream import RolloutStream
 from verl_mt.tools.executor import ToolExecutor, ToolLimits
 from verl_mt.tools.function_tool import function_tool
@@ -320,6 +320,56 @@ def test_no_more_conversations_live_at_once_than_allowed_or_have_a_seat_in_the_e
     # A new session is opened before the one it replaces is closed.
     assert peak == (8 if limit == {"seats": 99} else 3)
     assert live == 0
+
+
+def test_conversations_that_are_let_in_together_begin_in_different_passes_of_the_loop():
+    passes, counted = [], 0
+
+    class Noting(RolloutSession):
+        def __init__(self, *args, **kwargs):
+            passes.append(counted)
+            super().__init__(*args, **kwargs)
+
+    async def go():
+        async def count():
+            nonlocal counted
+            while True:
+                counted += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        groups = [group async for group in runner.run(RolloutPlan(prompts_of(["q"] * 20), 2, "s1"))]
+        counting.cancel()
+        return groups
+
+    runner = make_runner(engine_saying({"q": ["yes"]}))
+    runner.driver.session_class = Noting
+    assert len(asyncio.run(go())) == 20 and len(set(passes)) == len(passes) == 40
+
+
+def test_a_gate_lets_in_by_rank_those_who_still_wait():
+    entered, opened = [], []
+
+    async def enter(gate, number, order):
+        await gate.enter(order, lambda: opened.append(number), lambda: None)
+        entered.append(number)
+
+    async def go():
+        gate = Gate(1, 5)
+        orders = [(1, 2), (1, 0), (0, 7), (0, 8), (1, 0)]
+        tasks = [asyncio.ensure_future(enter(gate, number, order)) for number, order in enumerate(orders[:4])]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        assert opened == []
+        tasks.append(asyncio.ensure_future(enter(gate, 4, orders[4])))
+        for _ in orders:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            gate.leave()
+        await asyncio.wait(tasks)
+
+    asyncio.run(go())
+    assert opened == entered == [2, 1, 4, 0]
 
 
 @pytest.mark.cap("V4", "V8")

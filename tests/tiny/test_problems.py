@@ -98,7 +98,7 @@ def test_every_story_uses_every_number_once(form):
 
 
 def test_an_unknown_split_or_an_endless_number_of_rows_is_refused():
-    with pytest.raises(DataError, match="no split 'test'; known: val, warm_start, train"):
+    with pytest.raises(DataError, match=r"no split 'test'. Known: val, warm_start, train"):
         rows(1, 0, "test")
     with pytest.raises(DataError, match=r"at least 1 .* got -1"):
         rows(-1, 0, "train")

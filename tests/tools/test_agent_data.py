@@ -128,7 +128,7 @@ def test_images_are_those_of_the_conversation_and_messages_are_copies():
 
 def test_an_attribute_that_only_verl_has_is_named_in_the_error():
     assert not hasattr(AgentData(), "prompt_ids")
-    with pytest.raises(AttributeError, match="agent_data has no 'prompt_ids'; it has request_id, messages"):
+    with pytest.raises(AttributeError, match=r"agent_data has no 'prompt_ids'. It has request_id, messages"):
         AgentData().prompt_ids  # noqa: B018
 
 

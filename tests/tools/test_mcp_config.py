@@ -90,7 +90,7 @@ def test_a_wrong_servers_file_is_one_error_that_names_it(content, says, tmp_path
         ({}, "give either mcp_servers_config_path or servers"),
         ({**FILE, "servers": {}}, "give either mcp_servers_config_path or servers"),
         ({"tool_selected": ["a"]}, "unknown key 'tool_selected'; did you mean 'tool_selected_list'"),
-        ({"mcp_servers_config_path": "nowhere.json"}, "no file 'nowhere.json'; looked at .*nowhere.json, .*nowhere"),
+        ({"mcp_servers_config_path": "nowhere.json"}, "no file 'nowhere.json'. Looked at .*nowhere.json, .*nowhere"),
     ],
 )
 def test_a_wrong_entry_is_refused(entry, says, tmp_path):

@@ -125,7 +125,7 @@ def test_google_gets_serpers_body_and_the_key_from_the_environment(monkeypatch):
         ({"retrieval_service_url": "localhost:8000"}, "must be an http(s) URL, got 'localhost:8000'"),
         ({"top_k": 3}, "config: unknown search setting 'top_k'; did you mean 'topk'?"),
         ({"timeout": 3, "timeout_s": 3}, "timeout and timeout_s are the same setting"),
-        ({"rate_limit": 3, "concurrency": 3}, "give only concurrency"),
+        ({"rate_limit": 3, "concurrency": 3}, "Give only concurrency"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_can(given, part, monkeypatch):

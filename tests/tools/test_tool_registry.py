@@ -175,7 +175,7 @@ FUNCTION = "type: function, function: {name: f, description: d, parameters: "
         (
             f"tools:\n  - class_name: {CALCULATOR}\n    config: {{type: mcp}}\n",
             PluginError,
-            ["expected a subclass of", "MCPBaseTool"],
+            ["Expected a subclass of", "MCPBaseTool"],
         ),
         ("tools: []\n", ConfigError, ["at least one entry"]),
         ("tools:\n  - just text\n", ConfigError, ["tools[0]", "just text"]),

@@ -116,7 +116,7 @@ def test_tool_response_knows_when_it_is_empty_and_wants_lists_of_media():
     assert ToolResponse().is_empty() and ToolResponse(text="").is_empty()
     assert not ToolResponse(text="x").is_empty() and not ToolResponse(image=["i"]).is_empty()
     assert ToolResponse(text="x").is_text_only() and not ToolResponse(text="x", image=["i"]).is_text_only()
-    with pytest.raises(ValueError, match=r"write \[item\]"):
+    with pytest.raises(ValueError, match=r"Write \[item\]"):
         ToolResponse.model_validate({"image": "not a list"})
 
 

@@ -178,7 +178,7 @@ def test_a_collector_that_refuses_is_counted_and_said_once(collector, tmp_path, 
 
 @pytest.mark.parametrize("theirs", ["weave", "mlflow"])
 def test_verls_other_backends_are_refused_with_what_there_is(theirs):
-    with pytest.raises(ConfigError, match=f"{theirs} is not offered; otel sends spans"):
+    with pytest.raises(ConfigError, match=f"{theirs} is not offered. otel sends spans"):
         compose([f"actor_rollout_ref.rollout.trace.backend={theirs}"])
 
 

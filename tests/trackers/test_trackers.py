@@ -204,7 +204,7 @@ def test_one_that_cannot_begin_is_refused_in_a_new_run_and_left_out_of_a_resumed
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tracking, "trackers", Registry("tracker", {"broken": broken}))
-    with pytest.raises(ConfigError, match=r"tracker broken could not begin: ConnectionError: no route; .*leave it out"):
+    with pytest.raises(ConfigError, match=r"tracker broken could not begin: .*no route\. .*leave it out"):
         begin(tmp_path, "broken")
     found = begin(tmp_path, "broken", resume_step=4)
     found.log(5, {"a": 0.0})

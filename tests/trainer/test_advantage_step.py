@@ -243,5 +243,5 @@ def test_gdpo_takes_the_numbers_that_it_was_told():
     assert on_tokens(batch, col.ADVANTAGES, "t0") == pytest.approx([expected[0]] * 3)
     assert on_tokens(batch, col.ADVANTAGES, "t1") == pytest.approx([expected[1]] * 3)
     lacking = trajectory("t2", 1.0, [record([1])], reward_parts=parts[2])
-    with pytest.raises(DataError, match="'t2': its reward has no format; it has right"):
+    with pytest.raises(DataError, match=r"'t2': its reward has no format. It has right"):
         advantage_estimator(config)(batch_of(*two, lacking))

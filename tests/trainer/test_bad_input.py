@@ -530,9 +530,9 @@ def test_a_checkpoint_of_other_adapters(refusal, tmp_path, base):
 
 def test_a_run_directory_that_cannot_be_made(tmp_path, base):
     (tmp_path / "file").write_text("")
-    with pytest.raises(VerlMTError, match=r"file/run.*choose another trainer.default_local_dir"):
+    with pytest.raises(VerlMTError, match=r"file/run.*Choose another trainer.default_local_dir"):
         build_trainer(config_from_mapping(base, [f"trainer.default_local_dir={tmp_path}/file/run"]))
-    with pytest.raises(VerlMTError, match=r"choose another trainer.default_local_dir"):
+    with pytest.raises(VerlMTError, match=r"Choose another trainer.default_local_dir"):
         build_trainer(config_from_mapping(base, [f"trainer.default_local_dir={tmp_path}/file"]))
 
 

@@ -120,7 +120,7 @@ def test_a_server_that_was_started_with_another_model(refusal, serve, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     text = refusal(serve(str(tmp_path)).servers)
     assert "was started with another model" in text and "hidden_size 64 instead of" in text
-    assert "start the server with that model" in text
+    assert "Start the server with that model" in text
 
 
 @pytest.mark.slow

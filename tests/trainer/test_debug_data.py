@@ -118,7 +118,7 @@ def test_a_run_directory_is_replayed_from_its_rows(tmp_path, form):
     replay = DebugData(str(tmp_path), str, replays=True)
     before, after = batch_of(groups()), batch_of(replay.load(0))
     assert all(torch.equal(before[name], after[name]) for name in ("input_ids", "rollout_log_probs", "rewards"))
-    with pytest.raises(DataError, match="has no rollout rows of step 2; it is a run of fewer steps"):
+    with pytest.raises(DataError, match=r"has no rollout rows of step 2. It is a run of fewer steps"):
         replay.load(1)
 
 

@@ -95,8 +95,8 @@ def test_the_name_of_its_second_parameter_says_which_form_it_is(file):
     [
         ("absent", PluginError, "has no 'absent'"),
         ("constant", ConfigError, "is a float, expected a function"),
-        ("lonely", ConfigError, r"takes rewards; expected \(rewards, groups, ...\) or \(rewards, mask, ...\)"),
-        ("short", UserCodeError, r"returned shape \(2,\); expected advantages of shape \(3,\)"),
+        ("lonely", ConfigError, r"takes rewards. Expected \(rewards, groups, ...\) or \(rewards, mask, ...\)"),
+        ("short", UserCodeError, r"returned shape \(2,\). Expected advantages of shape \(3,\)"),
         ("infinite", UserCodeError, r"returned (nan|inf) at \[0\]: advantages must be finite"),
         ("raises", UserCodeError, "raised AttributeError"),
         ("text", UserCodeError, "returned a str"),
@@ -119,9 +119,9 @@ def config_with(**algorithm) -> Config:
     [
         ("both", ConfigError, r"takes rewards, mask, groups, and nothing fills in groups: .* may take gamma, lam"),
         ("per_turn", ConfigError, r"nothing fills in turns: .* may take norm_by_std, tokens, batch besides"),
-        ("tokens_of_groups", UserCodeError, r"returned shape \(6, 7\); expected .* \(6,\) \(tried at start on made-up"),
-        ("by_rewards", UserCodeError, r"returned shape \(6,\); expected advantages of shape \(6, 8\)"),
-        ("raises", UserCodeError, r"raised AttributeError: .* rewards of 2 prompts x 3 samples; expected \(rewards, g"),
+        ("tokens_of_groups", UserCodeError, r"returned shape \(6, 7\). Expected .* \(6,\) \(tried at start on made-up"),
+        ("by_rewards", UserCodeError, r"returned shape \(6,\). Expected advantages of shape \(6, 8\)"),
+        ("raises", UserCodeError, r"raised AttributeError: .* rewards of 2 prompts x 3 samples. Expected \(rewards, g"),
         ("short", UserCodeError, r"returned shape \(5,\)"),
         ("infinite", UserCodeError, r"returned (nan|inf)"),
     ],
@@ -141,7 +141,7 @@ def test_one_that_works_is_not_refused_and_none_with_a_state_is_called(file, nam
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("one_number", r"returned shape \(\); expected a loss for each token, \(2, 4\).* \(tried at start on made-up"),
+        ("one_number", r"returned shape \(\). Expected a loss for each token, \(2, 4\).* \(tried at start on made-up"),
         ("detached", "returned a loss without gradient"),
         ("needs_more", r"raised TypeError: .*missing 1 required positional argument: 'values'"),
     ],

@@ -93,7 +93,7 @@ def test_a_file_system_without_locks_is_named_with_the_key_that_gives_another(tm
     monkeypatch.setattr("verl_mt.trainer.run_directory.fcntl.flock", refuse)
     trainer = TrainerConfig(default_local_dir=str(tmp_path / "run"))
     for look in (lambda: other_directory(trainer), lambda: preview(trainer, CONFIG), lambda: open_run(tmp_path)):
-        with pytest.raises(CheckpointError, match=r"/run: .*No locks available; choose another .*default_local_dir"):
+        with pytest.raises(CheckpointError, match=r"/run: .*No locks available. Choose another .*default_local_dir"):
             look()
 
 

@@ -253,7 +253,7 @@ def test_varlen_attention_is_called_once_a_layer_with_every_segment(monkeypatch,
 
 
 def test_varlen_attention_is_refused_without_cuda():
-    with pytest.raises(ConfigError, match=r"varlen_attention=True needs trainer.device=cuda; found cpu"):
+    with pytest.raises(ConfigError, match=r"varlen_attention=True needs trainer.device=cuda. Found cpu"):
         attention.attend_in_one_call(policy(), CPU)
 
 

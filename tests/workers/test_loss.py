@@ -558,11 +558,11 @@ def test_options_and_clip_ranges_of_a_custom_loss_come_by_name(custom, name, val
         (
             "three",
             {},
-            r"takes log_probs, old, advantages; expected \(log_probs, old_log_probs, advantages, mask, ...\)",
+            r"takes log_probs, old, advantages. Expected \(log_probs, old_log_probs, advantages, mask, ...\)",
         ),
-        ("none", {}, "takes nothing; expected"),
-        ("plain", {"y": 1}, "takes no argument of that name; it takes log_probs, old, advantages, mask"),
-        ("any_number", {"y": 1}, "takes no argument of that name; it takes tensors"),
+        ("none", {}, "takes nothing. Expected"),
+        ("plain", {"y": 1}, "takes no argument of that name. It takes log_probs, old, advantages, mask"),
+        ("any_number", {"y": 1}, "takes no argument of that name. It takes tensors"),
     ],
 )
 def test_a_custom_loss_that_cannot_be_one_is_refused_before_it_runs(custom, name, options, text):
@@ -573,8 +573,8 @@ def test_a_custom_loss_that_cannot_be_one_is_refused_before_it_runs(custom, name
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("one_number", r"returned shape \(\); expected a loss for each token, \(1, 2\)"),
-        ("a_list", "returned a list; expected"),
+        ("one_number", r"returned shape \(\). Expected a loss for each token, \(1, 2\)"),
+        ("a_list", "returned a list. Expected"),
         ("without_gradient", "a loss without gradient"),
         ("raises", "raised SystemExit: no way"),
     ],

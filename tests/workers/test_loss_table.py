@@ -84,12 +84,12 @@ def test_its_own_arguments_come_from_the_config_and_nothing_outside_the_mask_cou
             "same",
             {"factor": 1},
             ConfigError,
-            r"policy_loss.factor: .*takes no argument of that name; it takes log_p",
+            r"policy_loss.factor: .*takes no argument of that name. It takes log_p",
         ),
-        ("few", {}, ConfigError, r"takes log_probs, mask; expected \(log_probs, old_log_probs, advantages, mask"),
+        ("few", {}, ConfigError, r"takes log_probs, mask. Expected \(log_probs, old_log_probs, advantages, mask"),
         ("number", {}, ConfigError, "is a int, expected a function"),
         ("absent", {}, PluginError, "has no 'absent'"),
-        ("scalar", {}, UserCodeError, r"returned shape \(\); expected a loss for each token, \(2, 5\)"),
+        ("scalar", {}, UserCodeError, r"returned shape \(\). Expected a loss for each token, \(2, 5\)"),
         ("nothing", {}, UserCodeError, "returned a NoneType"),
         ("constant", {}, UserCodeError, "without gradient"),
         ("raises", {}, UserCodeError, "raised ZeroDivisionError: by zero"),
@@ -133,7 +133,7 @@ def test_a_loss_that_is_added_to_the_table_can_be_chosen_with_its_options_and_no
         factor: float = option(2.0, "A number.", max=3.0)
 
     monkeypatch.setitem(POLICY_LOSSES, "mine", Mine)
-    with pytest.raises(ConfigError, match=r"tau_pos is 2.0, which only loss_mode=sapo reads; it is mine"):
+    with pytest.raises(ConfigError, match=r"tau_pos is 2.0, which only loss_mode=sapo reads. It is mine"):
         read_policy_loss({"loss_mode": "mine", "tau_pos": 2.0})
     with pytest.raises(ConfigError, match=r"factor: got 4.0, must be at most 3.0"):
         read_policy_loss({"loss_mode": "mine", "factor": 4.0})

@@ -177,7 +177,7 @@ def test_weights_or_masters_may_be_read_without_the_rest(tmp_path, asked):
 )
 def test_shards_of_another_model_are_refused(tmp_path, asked, number, first):
     save_shards(tensors(WEIGHTS | REST), tmp_path)
-    with pytest.raises(CheckpointError, match=f"{number} tensors differ, among them {first};"):
+    with pytest.raises(CheckpointError, match=rf"{number} tensors differ, among them {first}\."):
         load_shards(zeros(asked), tmp_path)
 
 

@@ -80,7 +80,7 @@ def test_whole_tensors_are_written_in_place_and_in_the_precision_that_is_there()
 )
 def test_a_checkpoint_of_another_model_is_refused(given, number, first):
     live = {"a": torch.zeros(2), "b": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match=f"{number} tensors differ, among them {first};"):
+    with pytest.raises(CheckpointError, match=rf"{number} tensors differ, among them {first}\."):
         copy_into(live, {name: torch.ones(shape) for name, shape in given.items()})
 
 

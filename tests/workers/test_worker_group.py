@@ -519,7 +519,7 @@ def test_a_checkpoint_has_a_critic_where_the_run_has_one(now, then):
     state = {"actor": {"a": 1}} | ({"critic": {"c": 1}} if then else {})
     if now != then:
         estimator = "gae" if then else "another one than gae"
-        with pytest.raises(CheckpointError, match=f"algorithm.adv_estimator was {estimator};"):
+        with pytest.raises(CheckpointError, match=rf"algorithm.adv_estimator was {estimator}\."):
             group.load_state_dict(state, Path("folder"))
     else:
         load_workers_state(group.actor, group.critic, state, Path("folder"))

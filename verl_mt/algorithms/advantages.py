@@ -40,7 +40,7 @@ class _Groups:
         if not torch.isfinite(rewards_N).all():
             bad = int((~torch.isfinite(rewards_N)).nonzero()[0])
             raise ValueError(
-                f"reward {bad} is {rewards_N[bad].item()}; every trajectory in a group needs a finite reward"
+                f"reward {bad} is {rewards_N[bad].item()}. Every trajectory in a group needs a finite reward"
             )
         rewards = rewards_N.double()
         names, index = torch.unique(group_index_N, return_inverse=True)
@@ -55,11 +55,11 @@ class _Groups:
         return values_N.new_zeros(self.num).index_add(0, self.index_N, values_N)[self.index_N]
 
     def centred(self, rewards_N: Tensor) -> Tensor:
-        """R - mean of the group; exactly 0 where the group's rewards are equal."""
+        """R - mean of the group. Exactly 0 where the group's rewards are equal."""
         return self.without_equal(rewards_N - self.sum(rewards_N) / self.size_N)
 
     def std(self, rewards_N: Tensor) -> Tensor:
-        """[N]: that of each one's group, with Bessel's correction; 0 for equal rewards."""
+        """[N]: that of each one's group, with Bessel's correction. 0 for equal rewards."""
         return (self.sum(self.centred(rewards_N) ** 2) / (self.size_N - 1).clamp(min=1)).sqrt()
 
     def without_equal(self, values_N: Tensor) -> Tensor:
@@ -69,14 +69,14 @@ class _Groups:
 def grpo(rewards_N: Tensor, group_index_N: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Group-relative advantages: (R - mean of the group) / (std of the group + eps).
 
-    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1.2, outcome supervision); without the
+    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1.2, outcome supervision). Without the
     division it is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783, section 3.2). The std has Bessel's
     correction. A group of one has nothing to be compared with and gets 0, and so does a group whose rewards
     are all equal.
 
     Args:
         rewards_N: float, one per trajectory (not per record).
-        group_index_N: int64, the group of each trajectory; any numbers, any order, groups of any size.
+        group_index_N: int64, the group of each trajectory. Any numbers, any order, groups of any size.
         norm_by_std: divide by the group's standard deviation.
         eps: added to the standard deviation.
 
@@ -97,7 +97,7 @@ def grpo(rewards_N: Tensor, group_index_N: Tensor, *, norm_by_std: bool = True, 
 def rloo(rewards_N: Tensor, group_index_N: Tensor) -> Tensor:
     """R - the mean of the others of the group: K / (K - 1) * (R - mean of the group), an unbiased baseline.
 
-    Kool et al. 2019; for language models Ahmadian et al. 2024 (arXiv:2402.14740, section 3.2).
+    Kool et al. 2019. For language models Ahmadian et al. 2024 (arXiv:2402.14740, section 3.2).
 
     Args, returns, raises: as for `grpo`.
     """
@@ -164,7 +164,7 @@ def reinforce_plus_plus(rewards_N: Tensor, group_index_N: Tensor, *, tokens_N: T
 
     Args:
         rewards_N, group_index_N: as for `grpo`.
-        tokens_N: trained tokens of each trajectory over all its records; a mean over tokens weighs with them.
+        tokens_N: trained tokens of each trajectory over all its records. A mean over tokens weighs with them.
         eps: added to the variance.
 
     Returns, raises: as for `grpo`. All 0 where all rewards are equal.
@@ -195,7 +195,7 @@ def reinforce_plus_plus_baseline(rewards_N: Tensor, group_index_N: Tensor, *, ep
 
 
 def gdpo(rewards_NK: Tensor, group_index_N: Tensor, *, weights_K: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Several rewards, each normalised inside its group before they are added; the sum is normalised over the batch.
+    """Several rewards, each normalised inside its group before they are added. The sum is normalised over the batch.
 
     ::
 
@@ -209,7 +209,7 @@ def gdpo(rewards_NK: Tensor, group_index_N: Tensor, *, weights_K: Tensor | None 
     Args:
         rewards_NK: K rewards per trajectory.
         group_index_N: as for `grpo`.
-        weights_K: w; None = 1 each.
+        weights_K: w. None = 1 each.
         eps: added to every standard deviation (with Bessel's correction).
 
     Returns:
@@ -303,7 +303,7 @@ def has_signal(rewards_N: Tensor, group_index_N: Tensor) -> Tensor:
 
     Args:
         rewards_N: one per trajectory, however many records it has.
-        group_index_N: int64, the group of each; any numbers.
+        group_index_N: int64, the group of each. Any numbers.
     """
     names, group = torch.unique(group_index_N, return_inverse=True)
     zeros = rewards_N.new_zeros(len(names))

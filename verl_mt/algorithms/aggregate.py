@@ -60,7 +60,7 @@ def row_weights(
         ValueError: as `token_weights`.
     """
     if mode not in MODES:
-        raise ValueError(f"unknown loss aggregation {mode!r}; known: {', '.join(MODES)}")
+        raise ValueError(f"unknown loss aggregation {mode!r}. Known: {', '.join(MODES)}")
     tokens_B = tokens_B.float()
     one_B = torch.ones_like(tokens_B)
     if mode == "token-mean":

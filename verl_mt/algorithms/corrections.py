@@ -46,7 +46,7 @@ def importance_weights(
         ValueError: an unknown level.
     """
     if level not in LEVELS:
-        raise ValueError(f"unknown level {level!r}; known: {', '.join(LEVELS)}")
+        raise ValueError(f"unknown level {level!r}. Known: {', '.join(LEVELS)}")
     log_ratio = masked_fill_zero(log_probs.detach() - rollout_log_probs, mask)
     if level != "token":
         sums_B, counts_B = _per_sequence(log_ratio, mask, trajectory_index_B)

@@ -73,11 +73,11 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         kind: a name of the module's table, optionally with a trailing `+`.
 
     Raises:
-        ValueError: unknown kind; lists the known ones.
+        ValueError: unknown kind. Lists the known ones.
     """
     base = kind.removesuffix("+")
     if base not in by_name:
-        raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(by_name)} (a trailing + is allowed)")
+        raise ValueError(f"unknown KL estimator {kind!r}. Known: {', '.join(by_name)} (a trailing + is allowed)")
     value = by_name[base](log_probs, ref_log_probs)
     if base == kind:
         return value
@@ -98,7 +98,7 @@ class KLControl:
 
     Args:
         coef: beta at the start.
-        target_kl: nats per trajectory token that the mean penalty is held near; None = beta never changes.
+        target_kl: nats per trajectory token that the mean penalty is held near. None = beta never changes.
         horizon: trajectories after which an error of 1 would have doubled beta.
     """
 

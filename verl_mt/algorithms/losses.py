@@ -27,16 +27,16 @@ def ppo_clip_loss(
         L = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
         L = min(L, -A * clip_c)                                  where A < 0 and clip_c is given
 
-    Schulman et al. 2017 (arXiv:1707.06347, eq. 7); separate bounds ("clip-higher"): DAPO, Yu et al. 2025
-    (arXiv:2503.14476, section 3.1); dual clip: Ye et al. 2019 (arXiv:1912.09729, "dual-clip PPO").
+    Schulman et al. 2017 (arXiv:1707.06347, eq. 7). Separate bounds ("clip-higher"): DAPO, Yu et al. 2025
+    (arXiv:2503.14476, section 3.1). Dual clip: Ye et al. 2019 (arXiv:1912.09729, "dual-clip PPO").
 
     Args:
         log_probs: [B, T] of the sampled tokens, carries the gradient.
-        old_log_probs: [B, T] under the policy that the ratio is taken to; no gradient.
+        old_log_probs: [B, T] under the policy that the ratio is taken to. No gradient.
         advantages: [B, T].
         mask: [B, T] tokens of the loss.
         clip_low, clip_high: the ratio is trusted in [1 - clip_low, 1 + clip_high].
-        clip_c: largest factor on a negative advantage, above 1; None = off.
+        clip_c: largest factor on a negative advantage, above 1. None = off.
 
     Returns:
         The loss [B, T], 0 where masked out, and masked means without gradient: `clipfrac` (the clip was
@@ -88,11 +88,11 @@ def gspo_loss(
 
     Args:
         log_probs: [B, T] of the sampled tokens, carries the gradient.
-        old_log_probs: [B, T] under the policy that the ratio is taken to; no gradient.
+        old_log_probs: [B, T] under the policy that the ratio is taken to. No gradient.
         advantages: [B, T], the same on all tokens of a sequence.
         mask: [B, T] tokens of the loss.
         clip_low, clip_high: s is trusted in [1 - clip_low, 1 + clip_high].
-        log_ratio_B: log s of each row's sequence, no gradient; NaN = that row is a sequence, None = each row is.
+        log_ratio_B: log s of each row's sequence, no gradient. NaN = that row is a sequence, None = each row is.
 
     Returns:
         The loss [B, T], 0 where masked out, and masked means: `clipfrac`, `ppo_kl`.
@@ -118,10 +118,10 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, t
     Args:
         log_probs, old_log_probs: [B, T].
         mask: [B, T] tokens of the loss.
-        trajectory_index_B: int64, the trajectory of each row; any numbers.
+        trajectory_index_B: int64, the trajectory of each row. Any numbers.
 
     Returns:
-        [B] without gradient; 0 where a trajectory has no token in the mask.
+        [B] without gradient. 0 where a trajectory has no token in the mask.
     """
     log_ratio_B = masked_sum(log_probs.detach() - old_log_probs, mask, dim=-1)
     _, place_B = torch.unique(trajectory_index_B, return_inverse=True)

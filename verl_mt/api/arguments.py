@@ -72,7 +72,7 @@ class CallArguments:
         if isinstance(given, Mapping):
             self.keys(given)
         elif isinstance(given, str):
-            raise ConfigError(f"overrides is the text {given!r}; expected a list of them, or a mapping key -> value")
+            raise ConfigError(f"overrides is the text {given!r}. Expected a list of them, or a mapping key -> value")
         else:
             self.words += given
 
@@ -227,7 +227,7 @@ def _as_tool(tool: Any) -> Any:
         return tool
     if isinstance(tool, type) or not callable(tool):
         raise PluginError(
-            f"tools: {value_text(tool, 80)} is no tool; give functions with type hints, BaseTool classes or objects, "
+            f"tools: {value_text(tool, 80)} is no tool. Give functions with type hints, BaseTool classes or objects, "
             "dotted paths, or a YAML file"
         )
     return function_tool(tool)
@@ -238,7 +238,7 @@ def _as_interaction(interaction: Any) -> Any:
     if is_class or isinstance(interaction, BaseInteraction):
         return interaction
     raise PluginError(
-        f"interaction: {value_text(interaction, 80)} is no BaseInteraction; give a class or an object of one, a dotted "
+        f"interaction: {value_text(interaction, 80)} is no BaseInteraction. Give a class or an object of one, a dotted "
         "path, or a YAML file"
     )
 
@@ -261,15 +261,15 @@ def _rows(data: Any, key: str, data_source: str | None = "data") -> Callable[...
     if callable(data) and not hasattr(data, "column_names"):
         return data
     if isinstance(data, Mapping):  # datasets.DatasetDict among them
-        raise DataError(f"{key}: got a mapping of {', '.join(map(str, data))}; give one part, such as data['train']")
+        raise DataError(f"{key}: got a mapping of {', '.join(map(str, data))}. Give one part, such as data['train']")
     if type(data).__module__.partition(".")[0] == "pandas":
         data = pyarrow.Table.from_pandas(data, preserve_index=False)
     if hasattr(data, "to_pylist"):
         return _Rows(data.to_pylist(), _Reader(key, data_source, is_table=True))
     if isinstance(data, Iterator):
-        raise DataError(f"{key}: got a {type(data).__name__}, which can be read only once; give list(...) of it")
+        raise DataError(f"{key}: got a {type(data).__name__}, which can be read only once. Give list(...) of it")
     if not isinstance(data, Iterable):
-        raise DataError(f"{key}: got {value_text(data, 80)}; expected rows (dicts), a data set, or a file's path")
+        raise DataError(f"{key}: got {value_text(data, 80)}. Expected rows (dicts), a data set, or a file's path")
     reader = _Reader(key, data_source, is_table=hasattr(data, "column_names"))
     return _Rows(data, reader) if hasattr(data, "__len__") else _Stream(data, reader)
 

@@ -28,21 +28,21 @@ def train(
     validation: Any = None,
     **keys: Any,
 ) -> Run:
-    """Train a model, with functions and objects in the place of names; what `python -m verl_mt.trainer` does::
+    """Train a model, with functions and objects in the place of names, what `python -m verl_mt.trainer` does::
 
         run = verl_mt.train("Qwen/Qwen3-1.7B", rows, tools=[look_up], reward=score, total_training_steps=60)
 
     Args:
-        model: a folder or a hub name; None = the configuration's (without one, the shipped model).
+        model: a folder or a hub name. None = the configuration's (without one, the shipped model).
         data: the training rows: dicts, a `datasets.Dataset`, a data frame, a function (num_rows, seed, split) -> rows,
             or a file's path. A row has `prompt` (a text, or messages) and what the reward reads (`ground_truth`).
         tools: functions with type hints and a docstring, `BaseTool` classes or objects, or a YAML file.
         environment: an `Environment` class, or what an adapter takes (docs/environments.md); {"path": ..., "config":
-            {...}}; or a mapping name -> one of these, of which each row picks one. Without `data` its rows are seeds.
-        reward: what `reward.path` may name: a function, a class or an object; several are summed.
+            {...}}, or a mapping name -> one of these, of which each row picks one. Without `data` its rows are seeds.
+        reward: what `reward.path` may name: a function, a class or an object. Several are summed.
         interaction: a `BaseInteraction` class or object, or a YAML file.
-        validation: rows as `data`, for the accuracy; None = the configuration's (none, where `data` is given alone).
-        keys: keys of the configuration, by their last parts (`total_training_steps=60`, `rollout__n=8`); objects where
+        validation: rows as `data`, for the accuracy. None = the configuration's (none, where `data` is given alone).
+        keys: keys of the configuration, by their last parts (`total_training_steps=60`, `rollout__n=8`). Objects where
             a key names code (`adv_estimator=my_estimator`). And `overrides=`, a list of Hydra words or a mapping, and
             `config_name=`, `config_dir=`, a YAML file to start from, as the command's flags.
 
@@ -50,7 +50,7 @@ def train(
         The finished run. An unfinished one in the same directory with the same configuration goes on.
 
     Raises:
-        VerlMTError: bad input, or a run that cannot go on; what was done so far is in the run's directory.
+        VerlMTError: bad input, or a run that cannot go on, what was done so far is in the run's directory.
         KeyboardInterrupt: Ctrl-C (or the notebook's stop button), once a checkpoint is written: the same call goes on
             from it, and `verl_mt.Run(folder)` is what there is. Pressed twice: at once.
     """
@@ -65,7 +65,7 @@ def train(
     folder = trainer.log.run.path
     if trainer.exit_status:
         raise KeyboardInterrupt(
-            f"stopped after step {trainer.step_number}; the same call goes on from there, and "
+            f"stopped after step {trainer.step_number}. The same call goes on from there, and "
             f"verl_mt.Run({str(folder)!r}) is the run so far"
         )
     return Run(folder, objects=given.objects)
@@ -85,11 +85,11 @@ def examine(
     """What is wrong with a run, before it begins: `python -m verl_mt.doctor`, for the arguments of `train`.
 
     Args:
-        keys: as `train` takes them; and `demos=`, finished conversations to play and score, as the command's flag: rows
+        keys: as `train` takes them, and `demos=`, finished conversations to play and score, as the command's flag: rows
             with `messages`, a `datasets.Dataset` or a data frame of them, or a file.
 
     Returns:
-        The findings; `print` shows the list.
+        The findings. `print` shows the list.
 
     Raises:
         VerlMTError: a configuration that does not compose.
@@ -112,7 +112,7 @@ def evaluate_model(
     n: int | None = None,
     **keys: Any,
 ) -> Evaluation:
-    """Accuracy and pass@k of a model on rows, with tools, limits and a reward as in training; what
+    """Accuracy and pass@k of a model on rows, with tools, limits and a reward as in training, what
     `python -m verl_mt.evaluate` does::
 
         before = verl_mt.evaluate_model("Qwen/Qwen3-1.7B", held_out, tools=[look_up], reward=score, n=8)
@@ -120,7 +120,7 @@ def evaluate_model(
     Args:
         model, data, tools, environment, reward, interaction, keys: as `train` takes them. `data` are the rows to
             sample.
-        n: samples per prompt; None = the configuration's (1).
+        n: samples per prompt. None = the configuration's (1).
 
     Raises:
         VerlMTError: bad input, or not one conversation survived.
@@ -142,7 +142,7 @@ def fine_tune(
     validation: Any = None,
     **keys: Any,
 ) -> Run:
-    """A cold start: supervised training on conversations; what `python -m verl_mt.sft` does::
+    """A cold start: supervised training on conversations, what `python -m verl_mt.sft` does::
 
         cold = verl_mt.fine_tune("Qwen/Qwen3-1.7B", demos, "runs/cold", tools=[look_up])
         run = verl_mt.train(cold.model, rows, tools=[look_up], reward=score)
@@ -155,7 +155,7 @@ def fine_tune(
         tools, environment: those of the run to come: the conversations are shown their tools.
         reward: with `validation`.
         validation: prompts as `train` takes them: the accuracy is measured by rollouts, not the loss alone.
-        keys: as `train` takes them; and `val_data=` (conversations held out, whose loss is reported), `min_reward=` (of
+        keys: as `train` takes them, and `val_data=` (conversations held out, whose loss is reported), `min_reward=` (of
             rollouts), `stop_at_accuracy=`, as the command's flags.
 
     Raises:
@@ -179,7 +179,7 @@ def fine_tune(
         flags["val_data"] = held_out
         status = extension_function("fine_tune")(demos, [*named, *given.words], folder, **flags)
     if status:
-        raise KeyboardInterrupt(f"stopped; the same call goes on, and verl_mt.Run({str(folder)!r}) is the run so far")
+        raise KeyboardInterrupt(f"stopped. The same call goes on, and verl_mt.Run({str(folder)!r}) is the run so far")
     return Run(folder, objects=given.objects)
 
 

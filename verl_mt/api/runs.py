@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run's directory, as Python objects; also of a run that goes on, was interrupted, or was a command's.
+    """A run's directory, as Python objects. Also of a run that goes on, was interrupted, or was a command's.
 
     Args:
         folder: the run directory.
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """It came to its end; otherwise the call that began it goes on with it."""
+        """It came to its end. Otherwise the call that began it goes on with it."""
         return (self.folder / "FINISHED").exists()
 
     @property
@@ -119,8 +119,8 @@ class Run:
         """Its model on other data, or on its own validation rows, with its own tools, limits and reward.
 
         Args:
-            data: as `verl_mt.train` takes it; None = the run's validation rows.
-            n: samples per prompt; None = as the run was validated.
+            data: as `verl_mt.train` takes it. None = the run's validation rows.
+            n: samples per prompt. None = as the run was validated.
             keys: of the configuration, where they are to differ.
 
         Raises:
@@ -132,7 +132,7 @@ class Run:
         """Write the page of `python -m verl_mt.report`. Returns the HTML file.
 
         Args:
-            out: the file; None = `report.html` in the run's directory.
+            out: the file. None = `report.html` in the run's directory.
             beside: other runs, for curves side by side.
         """
         runs = [str(run.folder if isinstance(run, Run) else run) for run in (self, *beside)]
@@ -247,7 +247,7 @@ class Finding(Protocol):
 
 
 class Examination:
-    """What the doctor found (docs/doctor.md); `print` shows the list."""
+    """What the doctor found (docs/doctor.md). `print` shows the list."""
 
     def __init__(self, findings: Sequence[Finding]):
         self.findings = list(findings)

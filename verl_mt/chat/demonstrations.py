@@ -75,7 +75,7 @@ def demonstration(
     if not turns:
         raise DataError("the conversation has no assistant message, so there is nothing to learn from")
     if turns[0] == 0:
-        raise DataError("the conversation begins with an assistant message; it needs one before it")
+        raise DataError("the conversation begins with an assistant message. It needs one before it")
     plain: list[Message] = [{k: v for k, v in m.items() if k != WEIGHT} for m in messages[: turns[-1] + 1]]
     schemas = list(tools) if tools else None
     require_traces(chat, plain[: turns[-1]], schemas)

@@ -30,7 +30,7 @@ def render_tokens(chat: ChatTemplate, token_ids: Sequence[int], loss_mask: Seque
         ValueError: the two have different lengths.
     """
     if len(token_ids) != len(loss_mask):
-        raise ValueError(f"{len(token_ids)} token ids came with {len(loss_mask)} mask bits; the lengths must be equal")
+        raise ValueError(f"{len(token_ids)} token ids came with {len(loss_mask)} mask bits. The lengths must be equal")
     text, start = Text(), 0
     for trained, run in itertools.groupby(bool(bit) for bit in loss_mask):
         end = start + len(list(run))

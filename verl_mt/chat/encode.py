@@ -183,7 +183,7 @@ class Encoder:
         twin, anchor = twin_of(self.tokenizer, self._backend)
         plain = hidden.show(text)
         if anchor in plain:
-            raise TemplateError("text contains this process's random marker; it cannot be encoded")
+            raise TemplateError("text contains this process's random marker. It cannot be encoded")
         # Behind a control token sentencepiece writes no space that it writes at a text's beginning: the marker stands
         # for the control token, and its id goes again.
         out = twin.encode(plain if first else anchor + plain, add_special_tokens=False).ids
@@ -191,7 +191,7 @@ class Encoder:
         if self._forged(out):
             raise TemplateError(
                 f"the vocabulary of {getattr(self.tokenizer, 'name_or_path', '')!r} turns plain text into the control "
-                f"tokens {[self._literal_of_id[i] for i in self.control_ids(out)]}; use another tokenizer"
+                f"tokens {[self._literal_of_id[i] for i in self.control_ids(out)]}. Use another tokenizer"
             )
         return out
 
@@ -214,7 +214,7 @@ class Encoder:
         if not self._forged(ids):
             return ids
         if len(literal) < 2:
-            raise TemplateError(f"{literal!r} is a control token of one character; it cannot be written as plain text")
+            raise TemplateError(f"{literal!r} is a control token of one character. It cannot be written as plain text")
         return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
 
 
@@ -260,7 +260,7 @@ def refuse_surrogates(text: str) -> None:
         before, half = text[max(0, error.start - 40) : error.start], text[error.start]
         raise TemplateError(
             f"the text holds half of a surrogate pair ({half!r}) behind {before!r}: it is no character and cannot be "
-            "tokenized; remove it where the text is made (text.encode('utf-8', 'replace').decode() does)"
+            "tokenized. Remove it where the text is made (text.encode('utf-8', 'replace').decode() does)"
         ) from error
 
 

@@ -194,7 +194,7 @@ def _check_folder(where: str, given: str) -> None:
     if not looks_local:
         raise TemplateError(
             f"model {given!r} is neither a folder (looked at {folder.absolute()}) nor a name of the hub, which is "
-            "owner/name; is actor_rollout_ref.model.path spelled right?"
+            "owner/name. Is actor_rollout_ref.model.path spelled right?"
         )
     if not folder.is_dir():
         raise TemplateError(f"model folder {given!r} does not exist (looked at {folder.absolute()})")

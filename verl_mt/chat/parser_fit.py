@@ -113,7 +113,7 @@ def require_parser(chat: ChatTemplate, name: str, parser: ToolParser) -> str | N
         return f"{problem} {fitting} can"
     raise TemplateError(
         f"{problem} {fitting} can: set {key}={fitting}. If your prompts teach the model the form of {name}, give the "
-        f"parser as a dotted path ({_path_of(type(parser))}); then this is only a note"
+        f"parser as a dotted path ({_path_of(type(parser))}). Then this is only a note"
     )
 
 

@@ -124,7 +124,7 @@ def assistant_spans(
         if list(prompt_ids[:end]) != after[:end]:
             raise TemplateError(
                 f"message {place} of the prompt is written in another way once others follow it, so its tokens cannot "
-                "be found; switch multi_turn.train_prompt_assistants off, or give a custom_chat_template that keeps "
+                "be found. Switch multi_turn.train_prompt_assistants off, or give a custom_chat_template that keeps "
                 "earlier turns as they are"
             )
         spans[place] = (start, end)

@@ -219,7 +219,7 @@ class Renderer:
             )
         if len(template) > MAX_TEMPLATE_CHARACTERS:
             raise TemplateError(
-                f"{self._named} has {len(template)} characters; templates may have {MAX_TEMPLATE_CHARACTERS}. Shorten "
+                f"{self._named} has {len(template)} characters. Templates may have {MAX_TEMPLATE_CHARACTERS}. Shorten "
                 "it, or give actor_rollout_ref.model.custom_chat_template"
             )
         return template

@@ -95,8 +95,8 @@ def parse_mode(value: object) -> SanityMode:
     if isinstance(value, str) and value in tuple(SanityMode):
         return SanityMode(value)
     raise ConfigError(
-        f"actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode: got {value!r}; "
-        "use strict, ignore_strippable or off (disable and False mean off)"
+        f"actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode: got {value!r}. "
+        "Use strict, ignore_strippable or off (disable and False mean off)"
     )
 
 
@@ -551,7 +551,7 @@ class SanityMonitor:
         if reset and limit is not None and len(over) > limit * total:
             raise TemplateError(
                 f"{len(over)} of {total} trajectories of this step differ from the full rendering of their "
-                f"messages; multi_turn.max_mismatch_rate allows a share of {limit}. "
+                f"messages. multi_turn.max_mismatch_rate allows a share of {limit}. "
                 f"First {over[0].describe()}. Correct the chat template, or raise the limit if the difference "
                 "is intended (docs/multiturn.md)"
             )

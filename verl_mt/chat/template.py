@@ -46,7 +46,7 @@ class ChatTemplate:
         tokenizer: a Hugging Face tokenizer.
         chat_template: a Jinja text instead of the tokenizer's own.
         template_kwargs: variables of the template (`enable_thinking`, `date_string`, ...), the same in every rendering.
-        trust_prompts: control-token text in the data set's prompts keeps its control ids; False makes it plain text.
+        trust_prompts: control-token text in the data set's prompts keeps its control ids. False makes it plain text.
             Text that arrives later never becomes a control token.
         extra_end_ids: further ids that end an assistant turn (the generation config's eos list).
         source: where the template is from, for errors.
@@ -112,7 +112,7 @@ class ChatTemplate:
 
     @property
     def custom_template(self) -> str | None:
-        """The Jinja text that replaces the tokenizer's; None = the tokenizer's own."""
+        """The Jinja text that replaces the tokenizer's. None = the tokenizer's own."""
         return self._chat_template
 
     @property
@@ -245,8 +245,8 @@ class ChatTemplate:
 
         Args:
             messages: the new adjacent messages, all of them (two tool results answered together share a turn).
-            history: all messages before them; the last is the sampled assistant turn.
-            tools: the conversation's tools; they are in the prompt already and are not repeated.
+            history: all messages before them. The last is the sampled assistant turn.
+            tools: the conversation's tools. They are in the prompt already and are not repeated.
             last_ids: the recorded ids or their tail, to see whether the turn ended itself.
             add_generation_prompt: False if nothing is sampled after it.
 
@@ -342,7 +342,7 @@ class ChatTemplate:
         return self._encoder.encode_hidden(hidden.hide(text), hidden)
 
     def control_text(self, messages: Sequence[Message]) -> list[str]:
-        """Special tokens that the users' texts of a prompt become, such as `<|im_end|>`; empty where `trust_prompts` is
+        """Special tokens that the users' texts of a prompt become, such as `<|im_end|>`. Empty where `trust_prompts` is
         False."""
         if not self.trust_prompts or self._special is None:
             return []
@@ -381,7 +381,7 @@ class ChatTemplate:
             if f"{kind}s" not in self.media_kinds:
                 takes = " and ".join(["text", *sorted(self.media_kinds)])
                 raise TemplateError(
-                    f"the messages hold {describe(messages)}, but this model takes {takes} only; use a vision-language "
+                    f"the messages hold {describe(messages)}, but this model takes {takes} only. Use a vision-language "
                     "model (docs/multimodal.md), or leave them out"
                 )
 

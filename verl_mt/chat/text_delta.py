@@ -92,7 +92,7 @@ def turn_ids(
         "fixed_base": lambda: _first_base(lambda base: _difference(chat, base, message, None, text)),
     }
     if method != "auto" and method not in ways:
-        raise TemplateError(f"unknown delta method {method!r}; use prev_curr, fixed_base or auto")
+        raise TemplateError(f"unknown delta method {method!r}. Use prev_curr, fixed_base or auto")
     if method != "auto":
         ways = {method: ways[method]}
     elif text is not None:
@@ -179,7 +179,7 @@ def _encode(chat: RendersTurns, turn: _Turn, complete: bool) -> list[int]:
         ids, closing = whole[:cut], whole[cut:]
     odd = [i for i in closing if i not in chat.end_token_ids and chat.decode([i]).strip()]
     if odd:
-        raise TemplateError(f"the template adds {chat.decode(closing)!r} to the turn; the model did not write that")
+        raise TemplateError(f"the template adds {chat.decode(closing)!r} to the turn. The model did not write that")
     if ids and ids[-1] in chat.end_token_ids:
         return ids  # the engine's text already held its end of turn
     return ids + [i for i in closing if i in chat.end_token_ids][: int(complete)]

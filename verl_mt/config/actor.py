@@ -19,12 +19,12 @@ class ModelConfig(Section):
     """`actor_rollout_ref.model`."""
 
     path: str = option("verl_mt://tiny", "Local folder, hub name, or verl_mt://tiny (the shipped 4 MB model).")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model; null = its default.")
-    tokenizer_path: str | None = option(None, "Tokenizer, if it lives elsewhere; null = `path`.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model. null = its default.")
+    tokenizer_path: str | None = option(None, "Tokenizer, if it lives elsewhere. null = `path`.")
     custom_chat_template: str | None = option(None, "A Jinja template (text or file) instead of the model's own.")
     template_kwargs: dict[str, Any] = option({}, "Variables of the chat template, e.g. {enable_thinking: False}.")
     trust_prompts: bool = option(
-        True, "Control-token text in data-set prompts keeps its meaning; False = it is plain text."
+        True, "Control-token text in data-set prompts keeps its meaning. False = it is plain text."
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with a hub model.")
     dtype: str = option("float32", "Weights of actor and ref.", choices=("float32", "bfloat16"))
@@ -33,22 +33,22 @@ class ModelConfig(Section):
     )
     lora_rank: int = option(
         0,
-        "Rank of low-rank adapters (LoRA), which are then all that is trained; 0 = train all weights. Needs peft: "
+        "Rank of low-rank adapters (LoRA), which are then all that is trained. 0 = train all weights. Needs peft: "
         'pip install "verl_mt[lora]".',
         min=0,
     )
     lora_alpha: int = option(16, "Adapters are scaled by lora_alpha / lora_rank.", min=1, when=_LORA)
     lora_target_modules: list[str] = option(
         ["all-linear"],
-        "Names of the linear layers that get adapters (their last part, or in full); all-linear = all but the head.",
+        "Names of the linear layers that get adapters (their last part, or in full). all-linear = all but the head.",
         when=_LORA,
     )
     freeze_vision: bool = option(
-        False, "A vision tower and its projector keep their weights and get no adapters; models without one have none."
+        False, "A vision tower and its projector keep their weights and get no adapters. Models without one have none."
     )
     enable_gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     use_remove_padding: bool = option(
-        True, "Rows of different lengths are packed into one without padding; padded for models that cannot be packed."
+        True, "Rows of different lengths are packed into one without padding. Padded for models that cannot be packed."
     )
 
 
@@ -68,7 +68,7 @@ class OptimConfig(Section):
     min_lr_ratio: float = option(0.0, "Last learning rate as a share of the peak.", min=0, max=1)
     lr_warmup_steps_ratio: float = option(
         0.0,
-        "`lr_warmup_steps` as a share of all optimizer steps of the run, rounded down; above 0 it counts instead.",
+        "`lr_warmup_steps` as a share of all optimizer steps of the run, rounded down. Above 0 it counts instead.",
         min=0,
         max=1,
     )
@@ -85,15 +85,15 @@ class ActorConfig(Section):
     optim: OptimConfig = option(OptimConfig, "The optimizer.")
     ppo_mini_batch_size: int | None = option(
         None,
-        "Prompts per optimizer step; null = `data.train_batch_size` (one step per rollout batch, on-policy). A last "
+        "Prompts per optimizer step. null = `data.train_batch_size` (one step per rollout batch, on-policy). A last "
         "step with fewer prompts has a loss as much smaller, so that every prompt of the batch weighs the same.",
         min=1,
     )
     ppo_epochs: int = option(1, "Passes over a rollout batch.", min=1)
-    ppo_micro_batch_size: int | None = option(None, "Sequences per forward pass; null = by `ppo_max_token_len`.", min=1)
+    ppo_micro_batch_size: int | None = option(None, "Sequences per forward pass. null = by `ppo_max_token_len`.", min=1)
     ppo_max_token_len: int = option(
         16384,
-        "Tokens per forward pass and rank; those of padding count unless `model.use_remove_padding`.",
+        "Tokens per forward pass and rank. Those of padding count unless `model.use_remove_padding`.",
         min=1,
     )
     share_prefixes: bool = option(
@@ -107,37 +107,37 @@ class ActorConfig(Section):
         when=reads("clip_low", "clip_high"),
         allow_unused=True,  # verl's launch scripts give it, and clip_ratio_c, with every loss; the start says so
     )
-    clip_ratio_low: float | None = option(None, "Lower clip range; null = `clip_ratio`.", min=0, when=reads("clip_low"))
+    clip_ratio_low: float | None = option(None, "Lower clip range. null = `clip_ratio`.", min=0, when=reads("clip_low"))
     clip_ratio_high: float | None = option(
         None,
-        "Upper clip range (clip-higher, DAPO); null = `clip_ratio`.",
+        "Upper clip range (clip-higher, DAPO). null = `clip_ratio`.",
         min=0,
         when=reads("clip_high"),
     )
     policy_loss: dict[str, Any] = option(
         {},
         f"`loss_mode`: {', '.join(POLICY_LOSSES)} (default: vanilla, PPO's), and the numbers that only it has "
-        "(docs/algorithms.md); or a custom function by its dotted path or file.py:name, and its arguments "
+        "(docs/algorithms.md), or a custom function by its dotted path or file.py:name, and its arguments "
         "(docs/your_own_algorithm.md). gspo wants clip ranges of about 3e-4.",
         options=LossChoice,
     )
     clip_ratio_c: float | None = option(
         3.0,
-        "Dual clip's bound for negative advantages; null = off.",
+        "Dual clip's bound for negative advantages. null = off.",
         min=1,
         when=reads("clip_c"),
         allow_unused=True,
     )
     loss_agg_mode: str | None = option(
         None,
-        "How token losses become one number; null = as in the paper of the loss (docs/algorithms.md): token-mean for "
+        "How token losses become one number. null = as in the paper of the loss (docs/algorithms.md): token-mean for "
         "vanilla, seq-mean-token-mean (every trajectory weighs the same) for gspo. A run's config.yaml has which.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
     entropy_coeff: float = option(0.0, "Weight of the entropy bonus.")
     top_entropy_quantile: float = option(
         1.0,
-        "Share of a mini-batch's sampled tokens, those of the highest entropy, that have a policy loss; below 1 it "
+        "Share of a mini-batch's sampled tokens, those of the highest entropy, that have a policy loss. Below 1 it "
         "costs a forward pass per update (Wang et al. 2025, arXiv:2506.01939).",
         min=0.001,
         max=1,
@@ -146,42 +146,42 @@ class ActorConfig(Section):
     kl_loss_coef: float = option(0.001, "Its weight.", min=0, when=_HAS_KL_LOSS, allow_unused=(0.0,))
     kl_loss_type: str = option(
         "low_var_kl",
-        "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp); with a plus its value has k2's gradient "
+        "Its estimator (k1 = kl, k2 = mse, k3 = low_var_kl without the clamp). With a plus its value has k2's gradient "
         "(straight through).",
         choices=("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"),
         when=_HAS_KL_LOSS,
     )
     optimizer_offload: bool = option(
         False,
-        "Keep the optimizer's state in CPU memory; saves 8 to 12 bytes of device memory per trained parameter and "
+        "Keep the optimizer's state in CPU memory. Saves 8 to 12 bytes of device memory per trained parameter and "
         "costs two copies per step (nothing to save on the CPU).",
     )
     param_offload: bool = option(
         False,
-        "Keep the weights of actor and critic in CPU memory during rollouts; their device memory is the engine's then "
+        "Keep the weights of actor and critic in CPU memory during rollouts. Their device memory is the engine's then "
         "(nothing to save on the CPU, nor for an engine that samples from the actor's own weights).",
     )
     fsdp_size: int | None = option(
         None,
-        "Ranks that weights, gradients and optimizer state are spread over; every such group has the whole policy, and "
+        "Ranks that weights, gradients and optimizer state are spread over. Every such group has the whole policy, and "
         "layers are gathered within it (HSDP). null, or a number above that of the ranks = over all of them.",
         min=1,
     )
     ulysses_sequence_parallel_size: int = option(
         1,
         "Neighbouring ranks that share each sequence, of actor, reference policy and critic: a row takes that much "
-        "less of a rank's memory (docs/scaling.md). At most the model's attention heads; needs "
+        "less of a rank's memory (docs/scaling.md). At most the model's attention heads. Needs "
         "`model.use_remove_padding`.",
         min=1,
     )
-    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
+    grad_clip: float = option(1.0, "Largest gradient norm. 0 = no clipping.", min=0)
     skip_zero_advantage: bool = option(
         True,
         "Leave sequences whose advantages are all 0 out of the forward pass. Runs with a KL or entropy term keep them.",
     )
     use_sampler_log_probs: str = option(
         "auto",
-        "Old log-probs: auto = recomputed, unless a step is one update (ratios are 1 then); always = the sampler's; "
+        "Old log-probs: auto = recomputed, unless a step is one update (ratios are 1 then). always = the sampler's. "
         "never = recomputed, then too.",
         choices=("auto", "always", "never"),
         removed={
@@ -207,7 +207,7 @@ class ActorConfig(Section):
         mini, samples = self.ppo_mini_batch_size or batch, config.actor_rollout_ref.rollout.n
         if batch % mini:
             yield (
-                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}); both count "
+                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}). Both count "
                 f"prompts: choose {_divisors(batch)}"
             )
         elif mini * samples < ranks and config.actor_rollout_ref.rollout.custom_generate_function_path is None:
@@ -244,12 +244,12 @@ class RefConfig(Section):
 
     log_prob_max_token_len: int | None = option(
         None,
-        "Tokens per forward pass, as for the actor; null = passes just like the actor's, so that the KL term of an "
+        "Tokens per forward pass, as for the actor. null = passes just like the actor's, so that the KL term of an "
         "unchanged policy is exactly 0, not rounding.",
         min=1,
     )
     offload: bool = option(
-        False, "Keep its weights in CPU memory between its passes; saves device memory (nothing to save on the CPU)."
+        False, "Keep its weights in CPU memory between its passes. Saves device memory (nothing to save on the CPU)."
     )
 
 
@@ -258,7 +258,7 @@ class CriticModelConfig(Section):
     """`critic.model`."""
 
     path: str | None = option(
-        None, "The critic's own model, with the policy's tokenizer; null = starts from the policy's weights."
+        None, "The critic's own model, with the policy's tokenizer. null = starts from the policy's weights."
     )
 
 
@@ -280,21 +280,21 @@ class CriticConfig(Section):
         "memory. The head learns, and no gradient flows back into the policy.",
     )
     optim: CriticOptimConfig = option(CriticOptimConfig, "The optimizer.")
-    ppo_epochs: int | None = option(None, "Passes over a rollout batch; null = the actor's.", min=1)
-    ppo_mini_batch_size: int | None = option(None, "Prompts per optimizer step; null = the actor's.", min=1)
+    ppo_epochs: int | None = option(None, "Passes over a rollout batch. null = the actor's.", min=1)
+    ppo_mini_batch_size: int | None = option(None, "Prompts per optimizer step. null = the actor's.", min=1)
     ppo_micro_batch_size: int | None = option(
-        None, "Sequences per forward pass; null = the actor's, unless `ppo_max_token_len` is set.", min=1
+        None, "Sequences per forward pass. null = the actor's, unless `ppo_max_token_len` is set.", min=1
     )
-    ppo_max_token_len: int | None = option(None, "Tokens (padding included) per pass; null = the actor's.", min=1)
+    ppo_max_token_len: int | None = option(None, "Tokens (padding included) per pass. null = the actor's.", min=1)
     cliprange_value: float | None = option(
-        0.5, "How far a value may move from the old one in a batch before its loss stops pulling; null = off.", min=0
+        0.5, "How far a value may move from the old one in a batch before its loss stops pulling. null = off.", min=0
     )
     loss_agg_mode: str | None = option(
         None,
-        "How token losses become one number; null = the actor's.",
+        "How token losses become one number. null = the actor's.",
         choices=(None, "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
-    grad_clip: float = option(1.0, "Largest gradient norm; 0 = no clipping.", min=0)
+    grad_clip: float = option(1.0, "Largest gradient norm. 0 = no clipping.", min=0)
 
     def problems(self, config: Any, key: str) -> Iterator[str]:
         trainer, batch, mini = config.trainer, config.data.train_batch_size, self.ppo_mini_batch_size
@@ -304,10 +304,10 @@ class CriticConfig(Section):
             why = "share_trunk reads the policy's hidden states"
             yield from conflicts({f"{key}.model.path": self.model.path}, f"{key}.share_trunk=True", why)
         if self.optim.lr == 0 and not trainer.val_only:
-            yield f"{key}.optim.lr is 0: the critic would say 0 of every state for ever; give a rate (1e-5 is usual)"
+            yield f"{key}.optim.lr is 0: the critic would say 0 of every state for ever. Give a rate (1e-5 is usual)"
         if mini is not None and batch % mini:
             yield (
-                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}); both count "
+                f"{key}.ppo_mini_batch_size ({mini}) does not divide data.train_batch_size ({batch}). Both count "
                 f"prompts: choose {_divisors(batch)}"
             )
         total, warmup = trainer.total_training_steps, trainer.critic_warmup

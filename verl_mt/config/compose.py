@@ -79,7 +79,7 @@ def compose(
         config_name: a YAML file's name (without .yaml), or a path to one. None = `tiny` (the default task), or
             `ppo_trainer` where the overrides bring both their own model and their own training data, so that nothing
             of the default task is inherited.
-        config_dir: the folder of that file; None = the shipped one, which is always searched as well.
+        config_dir: the folder of that file. None = the shipped one, which is always searched as well.
 
     Raises:
         UnknownKeyError, ConfigError: everything that is wrong, in one error.

@@ -48,8 +48,8 @@ class Declaration:
         found = self.load()
         if not (isinstance(found, type) and issubclass(found, base)):
             raise PluginError(
-                f"{self.where}: class_name {self.class_name!r} is {_describe(found)}; "
-                f"expected a subclass of {base.__module__}.{base.__qualname__}"
+                f"{self.where}: class_name {self.class_name!r} is {_describe(found)}. "
+                f"Expected a subclass of {base.__module__}.{base.__qualname__}"
             )
         return found
 
@@ -102,7 +102,7 @@ def load_declarations(path: str | Path, *, key: str, config_key: str, fields: tu
         class_name, config = entry.get("class_name"), entry.get("config")
         if not isinstance(class_name, str) or not class_name.strip():
             raise ConfigError(
-                f"{where}: class_name is {class_name!r}; write the dotted path of the class, "
+                f"{where}: class_name is {class_name!r}. Write the dotted path of the class, "
                 "e.g. my_package.my_module.MyClass"
             )
         if config is not None and not isinstance(config, dict):
@@ -125,7 +125,7 @@ def _read(file: Path, key: str) -> list[Any]:
         raise ConfigError(f"{file}: expected the key {key!r} at the top, got {got}. Write:\n{example}")
     extra = [name for name in content if name != key]
     if extra:
-        raise UnknownKeyError(f"{file}: unknown top-level key {extra[0]!r}; only {key!r} is read")
+        raise UnknownKeyError(f"{file}: unknown top-level key {extra[0]!r}. Only {key!r} is read")
     if not isinstance(content[key], list) or not content[key]:
         raise ConfigError(
             f"{file}: {key} must be a list with at least one entry, got {content[key]!r}. Write:\n{example}"

@@ -55,7 +55,7 @@ def added() -> dict[str, ConfigSections]:
     for name, sections in found.items():
         if not isinstance(sections, ConfigSections):
             raise PluginError(
-                f"entry point {name!r} of {GROUP} is a {type(sections).__name__}; expected a ConfigSections "
+                f"entry point {name!r} of {GROUP} is a {type(sections).__name__}. Expected a ConfigSections "
                 "(verl_mt/config/extended.py)"
             )
         for key, cls in sections.sections.items():
@@ -65,12 +65,12 @@ def added() -> dict[str, ConfigSections]:
 
 def _require_section(what: str, key: str, cls: Any) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Section) and "__dataclass_fields__" in vars(cls)):
-        raise PluginError(f"{what} is {cls!r}; expected a subclass of Section that is a @dataclass")
+        raise PluginError(f"{what} is {cls!r}. Expected a subclass of Section that is a @dataclass")
     if key in ("", "hydra") or key.startswith("hydra."):
         raise PluginError(f"{what} is no name for a section: choose another name")
     for item in dataclasses.fields(cls):
         if "doc" not in item.metadata:
-            raise PluginError(f"{what}: {item.name} is no option; write {item.name}: TYPE = option(DEFAULT, DOC)")
+            raise PluginError(f"{what}: {item.name} is no option. Write {item.name}: TYPE = option(DEFAULT, DOC)")
 
 
 def problems_of(config: Any) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _extend(cls: type, key: str, given: _Given, made: dict[type, type]) -> type:
             if (first := owners.setdefault(item.name, owner)) != owner:
                 twice = f"{key}.{item.name}".lstrip(".")
                 raise PluginError(
-                    f"entry point {owner!r} of {GROUP}: {first} has the key {twice} already; rename yours"
+                    f"entry point {owner!r} of {GROUP}: {first} has the key {twice} already. Rename yours"
                 )
     new: list[tuple[str, type, Any]] = []
     for name, inside in _sections_in(cls):

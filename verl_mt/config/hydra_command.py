@@ -61,10 +61,10 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
     try:
         flags, more = parser.parse_known_intermixed_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; --help lists the flags") from None
+        raise ConfigError(f"{error}. --help lists the flags") from None
     unknown = [word for word in more if word.startswith("-")]
     if unknown:
-        raise ConfigError(f"unknown flag {' '.join(unknown)}; --help lists the flags, overrides are key=value")
+        raise ConfigError(f"unknown flag {' '.join(unknown)}. --help lists the flags, overrides are key=value")
     if flags.experimental_rerun is not None:
         raise ConfigError(
             "--experimental-rerun reads a pickle, which may run any code. Start from the run's config.yaml instead: "

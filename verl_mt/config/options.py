@@ -58,7 +58,7 @@ class RolloutCorrectionOptions(Section):
     """The mapping with its defaults. With none of its switches set nothing is corrected; a step's metrics say how
     far the sampler is all the same."""
 
-    rollout_is: str | None = option(None, "What a weight is taken over; null = no weights.", choices=(None, *LEVELS))
+    rollout_is: str | None = option(None, "What a weight is taken over. null = no weights.", choices=(None, *LEVELS))
     rollout_is_threshold: float = option(
         2.0, "Larger weights are cut to it.", min=1e-6, when=is_set("rollout_is") | is_set("rollout_rs")
     )
@@ -69,19 +69,19 @@ class RolloutCorrectionOptions(Section):
         False, "Divide the weights by their mean over the batch's tokens.", when=is_set("rollout_is")
     )
     rollout_rs: str | None = option(
-        None, "What is left out of the loss; null = nothing.", choices=(None, *LEVELS, *_REJECTIONS)
+        None, "What is left out of the loss. null = nothing.", choices=(None, *LEVELS, *_REJECTIONS)
     )
     rollout_rs_threshold: float | str | None = option(
-        None, "Upper bound, or `lower_upper`; null = rollout_is_threshold.", when=is_set("rollout_rs")
+        None, "Upper bound, or `lower_upper`. null = rollout_is_threshold.", when=is_set("rollout_rs")
     )
     rollout_rs_threshold_lower: float | None = option(
-        None, "Lower bound of a ratio; null = 1 / upper.", min=0, when=is_set("rollout_rs")
+        None, "Lower bound of a ratio. null = 1 / upper.", min=0, when=is_set("rollout_rs")
     )
     rollout_token_veto_threshold: float | None = option(
-        None, "A trajectory with a token whose ratio is below is left out; null = off.", min=1e-20, below=1
+        None, "A trajectory with a token whose ratio is below is left out. null = off.", min=1e-20, below=1
     )
     off_policy_sequence_mask_delta: float | None = option(
-        None, "Trajectories this far (nats per token) from the sampler unlearn nothing; null = off.", min=0
+        None, "Trajectories this far (nats per token) from the sampler unlearn nothing. null = off.", min=0
     )
 
     @property
@@ -187,7 +187,7 @@ class RolloutCorrectionOptions(Section):
         if by_token and mode in POLICY_LOSSES and POLICY_LOSSES[mode].depends_on == "trajectory":
             yield (
                 f"{' and '.join(by_token)} with {KEY}.loss_mode={mode}: a weight or mask per token would turn the "
-                "ratio of a sequence into another one; use sequence or geometric, or a loss per token"
+                "ratio of a sequence into another one. Use sequence or geometric, or a loss per token"
             )
 
 

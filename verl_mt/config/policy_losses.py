@@ -185,6 +185,6 @@ def read_policy_loss(given: Mapping[str, Any]) -> PolicyLoss:
             raise ConfigError(f"{KEY}.{key}: unknown key{suggest(str(key), every)}. Known: {', '.join(every)}")
         if name not in readers:
             raise ConfigError(
-                f"{KEY}.{key} is {value}, which only loss_mode={' or '.join(readers)} reads; it is {name}: leave it out"
+                f"{KEY}.{key} is {value}, which only loss_mode={' or '.join(readers)} reads. It is {name}: leave it out"
             )
     return read_options(loss, options, KEY)

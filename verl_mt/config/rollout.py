@@ -58,30 +58,30 @@ class MultiTurnConfig(Section):
 
     enable: bool | None = option(
         None,
-        "Several turns. null = on exactly when a tools or interaction file is set; False with one is refused.",
+        "Several turns. null = on exactly when a tools or interaction file is set. False with one is refused.",
     )
     max_assistant_turns: int | None = option(
-        None, "Assistant turns of one trajectory; null = no limit on them.", min=1, when=_SEVERAL_TURNS
+        None, "Assistant turns of one trajectory. null = no limit on them.", min=1, when=_SEVERAL_TURNS
     )
     max_user_turns: int | None = option(
         None,
-        "Turns of the interaction (tool rounds are not user turns); null = no limit.",
+        "Turns of the interaction (tool rounds are not user turns). null = no limit.",
         min=1,
         when=_SEVERAL_TURNS,
     )
     max_parallel_calls: int = option(
-        8, "Tool calls of one assistant turn that are run; further ones get an error.", min=1, when=_HAS_TOOLS
+        8, "Tool calls of one assistant turn that are run. Further ones get an error.", min=1, when=_HAS_TOOLS
     )
     max_tool_calls: int | None = option(
         None,
-        "Tool calls of one trajectory that are run. The model is told when they are used up; when it calls again in a "
+        "Tool calls of one trajectory that are run. The model is told when they are used up. When it calls again in a "
         "later turn, the trajectory ends (stop reason max_tool_calls). null = no limit.",
         min=1,
         when=_HAS_TOOLS,
     )
     max_tool_response_tokens: int = option(
         512,
-        "Longest tool result, or text of an interaction, in tokens; longer ones are cut and counted.",
+        "Longest tool result, or text of an interaction, in tokens. Longer ones are cut and counted.",
         min=8,
         when=_SEVERAL_TURNS,
     )
@@ -104,7 +104,7 @@ class MultiTurnConfig(Section):
     scheduler: str | None = option(
         None,
         "A MultiTurnScheduler that drives every conversation instead of the tool loop: a registered name, a dotted "
-        "path or file.py:Name; null = the tool loop.",
+        "path or file.py:Name. null = the tool loop.",
     )
     scheduler_kwargs: dict[str, Any] = option(
         {}, "Arguments of its constructor, beside max_turns.", when=_HAS_SCHEDULER
@@ -112,7 +112,7 @@ class MultiTurnConfig(Section):
     loss_scale: str | None = option(
         None,
         "Which sampled tokens are trained: default (every assistant turn), last_round, a registered name or dotted "
-        "path of a LossScale, several joined by +; `all` trains every token, prompts and observations too. null = "
+        "path of a LossScale, several joined by +. `all` trains every token, prompts and observations too. null = "
         "default with several turns, else last_round.",
     )
     train_prompt_assistants: bool = option(
@@ -122,19 +122,19 @@ class MultiTurnConfig(Section):
     tool_argument_types: str = option(
         "refuse",
         "An argument of another simple type than the schema's (a number for text, '3' for 3): refuse = the model is "
-        "told; convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`.",
+        "told. convert = the tool gets it converted, counted in `tools/<name>/converted_arguments`.",
         choices=("refuse", "convert"),
         when=_HAS_TOOLS,
     )
     tool_concurrency: int = option(256, "Calls of one tool that run at once.", min=1, when=_HAS_TOOLS)
     tool_parser: str = option(
         "hermes",
-        "How tool calls are read from the model's text; a registered name or a dotted path.",
+        "How tool calls are read from the model's text. A registered name or a dotted path.",
         when=_READS_CALLS,
     )
     run_calls_in_unclosed_reasoning: bool | None = option(
         None,
-        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought; null = as "
+        "A tool call in a thought that the turn does not close: True runs it, False leaves it a thought. null = as "
         "SGLang does for the models of the tool parser (docs/tool_parsers.md).",
         when=_READS_CALLS,
     )
@@ -146,7 +146,7 @@ class MultiTurnConfig(Section):
     )
     max_mismatch_rate: float | None = option(
         None,
-        "Stop the run when more than this share of a step's trajectories mismatch; null = only warn.",
+        "Stop the run when more than this share of a step's trajectories mismatch. null = only warn.",
         min=0,
         max=1,
     )
@@ -164,7 +164,7 @@ class MultiTurnConfig(Section):
             yield from conflicts(given, f"{key}.enable=False", "a tool or an interaction needs several turns")
         if self.use_inference_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
             yield (
-                f"{key}.use_inference_chat_template shows what production shows, never a cut prompt; data.truncation "
+                f"{key}.use_inference_chat_template shows what production shows, never a cut prompt. data.truncation "
                 f"is {data.truncation}: set data.filter_overlong_prompts=True or data.truncation=error"
             )
         if tools is not None and self.max_assistant_turns == 1:
@@ -178,7 +178,7 @@ class MultiTurnConfig(Section):
 class ToolKwargs(Section):
     """`actor_rollout_ref.rollout.tool_kwargs`."""
 
-    tools_config_file: str | None = option(None, "YAML file that declares the tools; null = no tools.")
+    tools_config_file: str | None = option(None, "YAML file that declares the tools. null = no tools.")
 
 
 @dataclass
@@ -187,7 +187,7 @@ class EnvironmentConfig(Section):
 
     path: str | None = option(
         None,
-        "Class of the environment: a registered name, dotted path or file.py:Name; null = none, or only those of "
+        "Class of the environment: a registered name, dotted path or file.py:Name. null = none, or only those of "
         "`named`.",
     )
     config: dict[str, Any] = option({}, "Arguments of its constructor.", when=_DEFAULT_ENVIRONMENT)
@@ -233,7 +233,7 @@ class TraceConfig(Section):
     backend: str | None = option(
         None,
         "Spans of every rollout (trajectory, turn, prefill, decode, tool, reward): otel = by OTLP over HTTP to "
-        "OTEL_EXPORTER_OTLP_ENDPOINT; otel_file = spans.jsonl of the run directory; null = none.",
+        "OTEL_EXPORTER_OTLP_ENDPOINT. otel_file = spans.jsonl of the run directory. null = none.",
         choices=(None, "otel", "otel_file"),
     )
 
@@ -244,46 +244,46 @@ class RolloutConfig(Section):
 
     name: str = option(
         "local",
-        "Inference engine; or the dotted path or file.py:name of a custom one (docs/your_own_engine.md).",
+        "Inference engine, or the dotted path or file.py:name of a custom one (docs/your_own_engine.md).",
         choices=ENGINES,
         plugin=True,
     )
     mode: str = option(
         "async",
-        "async = a conversation's next turn begins as soon as it is asked for; sync = turns in lock-step batches.",
+        "async = a conversation's next turn begins as soon as it is asked for. sync = turns in lock-step batches.",
         choices=("async", "sync"),
     )
     on_update: str = option(
         "continue",
-        "What new weights do to turns that are being sampled: continue = they go on with them, token by token; "
-        "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them; "
+        "What new weights do to turns that are being sampled: continue = they go on with them, token by token. "
+        "finish_turn = weights wait for their ends, so that each turn is by one version, and the trainer with them. "
         "restart = conversations that have sampled begin again, so that each is by one version.",
         choices=("continue", "finish_turn", "restart"),
         when=is_set("trainer.max_staleness"),
     )
     n: int = option(8, "Samples per prompt (the group).", min=1)
-    temperature: float = option(1.0, "Sampling temperature; log-probs are of logits / temperature.", min=0)
-    top_p: float = option(1.0, "Nucleus sampling; below 1 is refused for training.", min=1e-6, max=1)
-    top_k: int = option(-1, "-1 or 0 = off; other values are refused for training.", min=1, off=-1, also={0: -1})
-    min_p: float = option(0.0, "0 = off; other values are refused for training.", min=0, below=1)
+    temperature: float = option(1.0, "Sampling temperature. Log-probs are of logits / temperature.", min=0)
+    top_p: float = option(1.0, "Nucleus sampling. Below 1 is refused for training.", min=1e-6, max=1)
+    top_k: int = option(-1, "-1 or 0 = off. Other values are refused for training.", min=1, off=-1, also={0: -1})
+    min_p: float = option(0.0, "0 = off. Other values are refused for training.", min=0, below=1)
     stop: list[str] = option([], "Strings that end an assistant turn (kept).")
     stop_token_ids: list[int] = option([], "Token ids that end an assistant turn (kept), beside the template's own.")
     response_length: int = option(512, "Everything after the first prompt, observations included, in tokens.", min=1)
-    max_tokens_per_turn: int | None = option(None, "Longest assistant turn in tokens; null = `response_length`.", min=1)
-    max_model_len: int | None = option(None, "Longest sequence in tokens; null = prompt + response length.", min=2)
-    max_seconds: float | None = option(None, "Wall-clock limit of one trajectory in seconds; null = none.", min=0.001)
+    max_tokens_per_turn: int | None = option(None, "Longest assistant turn in tokens. null = `response_length`.", min=1)
+    max_model_len: int | None = option(None, "Longest sequence in tokens. null = prompt + response length.", min=2)
+    max_seconds: float | None = option(None, "Wall-clock limit of one trajectory in seconds. null = none.", min=0.001)
     request_timeout_s: float = option(
-        600.0, "Deadline in seconds of an engine request; SGLang and vLLM: seconds without a token of it.", min=0.001
+        600.0, "Deadline in seconds of an engine request. SGLang and vLLM: seconds without a token of it.", min=0.001
     )
     max_concurrent: int | None = option(
         None,
-        "Trajectories that live at once; null = all, with the local engine as many of a step as `max_num_seqs`.",
+        "Trajectories that live at once. null = all, with the local engine as many of a step as `max_num_seqs`.",
         min=1,
     )
     max_retries: int = option(2, "How often a trajectory is started again after the engine went away.", min=0)
     max_num_seqs: int = option(256, "Sequences that the engine decodes at once.", min=1)
     dtype: str | None = option(
-        None, "Weights of the engine; null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
+        None, "Weights of the engine. null = the actor's.", choices=(None, "float32", "bfloat16", "float16")
     )
     engine_kwargs: dict[str, Any] = option({}, "Passed to the engine as they are.", when=OTHER_ENGINE)
     engine_timeout_s: float = option(
@@ -294,7 +294,7 @@ class RolloutConfig(Section):
     )
     weight_sync_dir: str | None = option(
         None,
-        "Folder of the weights' files, if the engine reads new weights from files; null = in the run directory.",
+        "Folder of the weights' files, if the engine reads new weights from files. null = in the run directory.",
         when=OTHER_ENGINE,
     )
     update_weights_bucket_megabytes: int = option(
@@ -305,25 +305,25 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = option(EnvironmentConfig, "What the conversations are played in.")
     agent_function_path: str | None = option(
         None,
-        "A custom agent, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL; dotted path or "
-        "file.py:function; null = none.",
+        "A custom agent, `(row, base_url, api_key)`, that talks to an OpenAI-compatible URL. Dotted path or "
+        "file.py:function. null = none.",
     )
     custom_generate_function_path: str | None = option(
         None,
         "Async function `generate(args, sample, sampling_params)` that drives every conversation instead of the tool "
-        "loop: a dotted path or file.py:name; null = the tool loop.",
+        "loop: a dotted path or file.py:name. null = the tool loop.",
     )
     custom_generate_kwargs: dict[str, Any] = option(
         {}, "Own settings of that function: attributes of its `args`.", when=GENERATES
     )
-    interaction_config_file: str | None = option(None, "YAML file that declares the interactions; null = none.")
+    interaction_config_file: str | None = option(None, "YAML file that declares the interactions. null = none.")
     trace: TraceConfig = option(TraceConfig, "Spans for OpenTelemetry.")
     val_kwargs: ValSampling = option(ValSampling, "Sampling of validation.", when=VALIDATES)
 
     def problems(self, config: Any, key: str) -> Iterator[str]:
         prompt, estimator = config.data.max_prompt_length, config.algorithm.adv_estimator
         if "" in self.stop:
-            yield f"{key}.stop is {self.stop}: an empty string would end every turn at once; leave it out"
+            yield f"{key}.stop is {self.stop}: an empty string would end every turn at once. Leave it out"
         if self.max_model_len is not None and self.max_model_len <= prompt:
             yield (
                 f"{key}.max_model_len ({self.max_model_len}) has no token left after a prompt of "
@@ -335,10 +335,10 @@ class RolloutConfig(Section):
             if (value := getattr(self, name)) != off:
                 yield (
                     f"{key}.{name} is {value}: training needs the full distribution, because the trainer's log-probs "
-                    f"are over the whole vocabulary; set it to {off} (validation may use val_kwargs.{name})"
+                    f"are over the whole vocabulary. Set it to {off} (validation may use val_kwargs.{name})"
                 )
         if self.temperature == 0:
-            yield f"{key}.temperature is 0: greedy samples of a group are all alike; training needs more than 0"
+            yield f"{key}.temperature is 0: greedy samples of a group are all alike. Training needs more than 0"
         compares = estimator not in WITHOUT_GROUPS and not names_code(estimator)
         if self.n == 1 and compares and self.custom_generate_function_path is None:
             yield (

@@ -38,11 +38,11 @@ class DataConfig(Section):
     train_files: Any = option(
         "verl_mt.tiny.problems:rows", "Training data: one entry, a list, or a mapping name -> {path, weight}."
     )
-    val_files: Any = option(None, "Validation data, in the same forms without weights; null = no validation.")
+    val_files: Any = option(None, "Validation data, in the same forms without weights. null = no validation.")
     train_max_samples: int = option(
-        -1, "Rows taken from each training entry; -1 = all (a generator needs a number).", min=1, off=-1
+        -1, "Rows taken from each training entry. -1 = all (a generator needs a number).", min=1, off=-1
     )
-    val_max_samples: int = option(-1, "Rows taken from each validation entry; -1 = all.", min=1, off=-1, when=VALIDATES)
+    val_max_samples: int = option(-1, "Rows taken from each validation entry. -1 = all.", min=1, off=-1, when=VALIDATES)
     eager_rows: int = option(
         100_000,
         "At most this many rows in all training files are loaded, rendered and checked at startup. If there are more, "
@@ -51,7 +51,7 @@ class DataConfig(Section):
     )
     on_bad_row: str = option(
         "raise",
-        "A row that cannot be read, rendered or scored: raise = the run stops and names it; skip = it is left out, "
+        "A row that cannot be read, rendered or scored: raise = the run stops and names it. skip = it is left out, "
         "named in the log and counted (data/bad_rows).",
         choices=("raise", "skip"),
         may_change=True,
@@ -59,34 +59,34 @@ class DataConfig(Section):
     train_batch_size: int = option(16, "Prompts per training step.", min=1)
     over_sample: float = option(
         1.0,
-        "Prompts in flight, in batches: above 1 a step trains those that finish first; the others go on for the next "
+        "Prompts in flight, in batches: above 1 a step trains those that finish first. The others go on for the next "
         "steps (with trainer.max_staleness) or begin again under its weights (docs/asynchronous.md).",
         min=1,
     )
     val_batch_size: int | None = option(
-        None, "Prompts per validation batch; null = all at once.", min=1, when=VALIDATES
+        None, "Prompts per validation batch. null = all at once.", min=1, when=VALIDATES
     )
     max_prompt_length: int = option(512, "Longest prompt in tokens.", min=1)
     filter_overlong_prompts: bool = option(
-        True, "Drop and count rows with a longer prompt; False = `truncation` decides."
+        True, "Drop and count rows with a longer prompt. False = `truncation` decides."
     )
     truncation: str = option(
         "error", "An over-long prompt that was not filtered.", choices=("error", "left", "right", "middle")
     )
     prompt_key: str = option("prompt", "Column of the messages.")
     label_key: str | None = option(
-        None, "Column of the label and of the ground truth; null = reward_model.ground_truth, or ground_truth."
+        None, "Column of the label and of the ground truth. null = reward_model.ground_truth, or ground_truth."
     )
     columns: dict[str, str] = option(
         {}, "Column of the files -> the name that it is read by, also by rewards, tools and schedulers."
     )
     system: str | None = option(
         None,
-        "System message, or a .txt file with it, of prompts that begin with none; null = as the rows are.",
+        "System message, or a .txt file with it, of prompts that begin with none. null = as the rows are.",
     )
     apply_chat_template: bool = option(
         True,
-        "A custom generate function gets its prompt rendered; False = the prompt column as it is.",
+        "A custom generate function gets its prompt rendered. False = the prompt column as it is.",
         when=GENERATES,
     )
     shuffle: bool = option(True, "Shuffle the training rows in each epoch.")
@@ -97,7 +97,7 @@ class DataConfig(Section):
         "With several training entries: by size, or by their weights.",
         choices=("proportional", "weights"),
     )
-    sampler: str | None = option(None, "Dotted path of a curriculum sampler class; null = shuffled order.")
+    sampler: str | None = option(None, "Dotted path of a curriculum sampler class. null = shuffled order.")
     sampler_kwargs: dict[str, Any] = option({}, "Its arguments.", when=is_set("data.sampler"))
 
     def problems(self, config: Any, key: str) -> Iterator[str]:
@@ -113,7 +113,7 @@ class OverlongBufferConfig(Section):
     enable: bool = option(False, "Penalise responses that come near `actor_rollout_ref.rollout.response_length`.")
     len: int = option(128, "Tokens before the limit on which the penalty grows.", min=1, when=_OVERLONG)
     penalty_factor: float = option(
-        1.0, "Largest penalty, at the limit; in the metrics as reward/overlong.", min=0, when=_OVERLONG
+        1.0, "Largest penalty, at the limit. In the metrics as reward/overlong.", min=0, when=_OVERLONG
     )
 
 
@@ -124,15 +124,15 @@ class RewardConfig(Section):
 
     path: str | None = option(
         None,
-        "Reward function: dotted path, file.py:name, or a registered name; null = by the row's data_source.",
+        "Reward function: dotted path, file.py:name, or a registered name. null = by the row's data_source.",
     )
     name: str | None = option(
-        None, "Function name, where `path` is a bare file; null = compute_score.", when=is_set("reward.path")
+        None, "Function name, where `path` is a bare file. null = compute_score.", when=is_set("reward.path")
     )
     kwargs: dict[str, Any] = option({}, "Extra arguments of every call.")
     solution_str: str = option(
         "model",
-        "What solution_str of a compute_score function holds: model = the model's own text; response = the whole "
+        "What solution_str of a compute_score function holds: model = the model's own text. response = the whole "
         "response with tool results and user turns.",
         choices=("model", "response"),
         when=is_set("reward.path"),
@@ -141,15 +141,15 @@ class RewardConfig(Section):
     turn_score_weight: float = option(0.0, "Weight of the interaction's turn scores in the reward.")
     turn_cost: float = option(
         0.0,
-        "Subtracted from the reward for each assistant turn after the first; in the metrics as reward/turn_cost.",
+        "Subtracted from the reward for each assistant turn after the first. In the metrics as reward/turn_cost.",
         min=0,
     )
     token_cost: float = option(
-        0.0, "Subtracted from the reward for each sampled token; in the metrics as reward/token_cost.", min=0
+        0.0, "Subtracted from the reward for each sampled token. In the metrics as reward/token_cost.", min=0
     )
     placement: str = option(
         "trajectory",
-        "Where weighted tool rewards and turn scores enter: trajectory = with the rest on the last sampled token; turn "
+        "Where weighted tool rewards and turn scores enter: trajectory = with the rest on the last sampled token. Turn "
         "= at the end of the turn that made the call or was scored (gae, reinforce_plus_plus).",
         choices=("trajectory", "turn"),
     )
@@ -161,7 +161,7 @@ class RewardConfig(Section):
         if self.overlong_buffer.enable and self.overlong_buffer.len > limit:
             yield (
                 f"reward.overlong_buffer.len is {self.overlong_buffer.len}, more than "
-                f"actor_rollout_ref.rollout.response_length ({limit}): even an empty response would be penalised; make "
+                f"actor_rollout_ref.rollout.response_length ({limit}): even an empty response would be penalised. Make "
                 "it smaller"
             )
         if self.placement == "turn" and estimator not in PER_TOKEN and not names_code(estimator):
@@ -191,7 +191,7 @@ class FilterGroupsConfig(Section):
     )
     max_num_gen_batches: int = option(
         10,
-        "Rollouts per step; then the step trains on the groups that it has. 0 or less = until the batch is full.",
+        "Rollouts per step. Then the step trains on the groups that it has. 0 or less = until the batch is full.",
         when=_FILTERS,
     )
 
@@ -202,7 +202,7 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = option(
         "grpo",
-        "How rewards become advantages (docs/algorithms.md); or the dotted path or file.py:name of a custom "
+        "How rewards become advantages (docs/algorithms.md), or the dotted path or file.py:name of a custom "
         "function (docs/your_own_algorithm.md).",
         plugin=True,
         choices=(
@@ -243,14 +243,14 @@ class AlgorithmConfig(Section):
     )
     kl_ctrl: dict[str, Any] = option(
         {},
-        "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001); adaptive also reads `target_kl` "
+        "Its weight: `type` (fixed, the default; adaptive) and `kl_coef` (0.001). adaptive also reads `target_kl` "
         "(0.1) and `horizon` (10000 trajectories).",
         options=KLControlOptions,
         when=switched_on(KL_IN_REWARD),
     )
     gdpo_reward_weights: dict[str, float] = option(
         {},
-        "Name -> weight of the numbers that the reward function returns; each is normalised by itself.",
+        "Name -> weight of the numbers that the reward function returns. Each is normalised by itself.",
         when=only(ESTIMATOR, "gdpo", own=False),
     )
     norm_adv_by_std_in_grpo: bool = option(
@@ -267,7 +267,7 @@ class AlgorithmConfig(Section):
     )
     filter_groups: FilterGroupsConfig = option(FilterGroupsConfig, "DAPO's dynamic sampling.")
     filter_overlong: bool = option(
-        False, "Leave trajectories that a limit cut out of the loss; their groups' statistics keep their rewards."
+        False, "Leave trajectories that a limit cut out of the loss. Their groups' statistics keep their rewards."
     )
 
     def problems(self, config: Any, key: str) -> Iterator[str]:
@@ -275,7 +275,7 @@ class AlgorithmConfig(Section):
             yield (
                 f"algorithm.filter_groups.enable is True with {ESTIMATOR}={self.adv_estimator}, which does not compare "
                 "the samples of a prompt: a group of equal rewards still trains, and leaving it out would bias the "
-                "estimate; use grpo, rloo or another that compares groups, or leave filter_groups out"
+                "estimate. Use grpo, rloo or another that compares groups, or leave filter_groups out"
             )
         if self.adv_estimator == "gdpo":
             yield from self._problems_of_gdpo(config.reward)
@@ -317,39 +317,39 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """`trainer`."""
 
-    total_training_steps: int | None = option(None, "Training steps; null = `total_epochs` decides.", min=0)
-    total_epochs: int = option(30, "Passes over the training rows; whichever limit comes first ends the run.", min=1)
+    total_training_steps: int | None = option(None, "Training steps. null = `total_epochs` decides.", min=0)
+    total_epochs: int = option(30, "Passes over the training rows. Whichever limit comes first ends the run.", min=1)
     project_name: str = option("verl_mt", "Project, for trackers.", may_change=True)
-    experiment_name: str = option("run", "Run name; the run directory is runs/<experiment_name>.", may_change=True)
+    experiment_name: str = option("run", "Run name. The run directory is runs/<experiment_name>.", may_change=True)
     default_local_dir: str | None = option(
-        None, "Run directory; null = runs/<experiment_name>, numbered if finished.", may_change=True
+        None, "Run directory. null = runs/<experiment_name>, numbered if finished.", may_change=True
     )
     logger: list[str] = option(
         ["console"],
-        "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of a custom one; "
+        "Trackers: console, tensorboard, wandb, mlflow, or the dotted path or file.py:Name of a custom one. "
         "`file` is metrics.jsonl, which every run has.",
         may_change=True,
     )
     log_val_generations: int = option(
         8,
         "Rollouts of a validation that trackers show to read, from the worst to the best, and as many of the training "
-        "step before it; 0 = none.",
+        "step before it. 0 = none.",
         min=0,
         may_change=True,
     )
     critic_warmup: int = option(0, "Steps at the beginning in which only the critic learns.", min=0, when=GAE)
-    test_freq: int = option(10, "Validate every that many steps and at the end; -1 = only at the end.", min=1, off=-1)
+    test_freq: int = option(10, "Validate every that many steps and at the end. -1 = only at the end.", min=1, off=-1)
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate and stop.")
     save_freq: int = option(
-        10, "Checkpoint every that many steps and at the end; -1 = only at the end.", min=1, off=-1, may_change=True
+        10, "Checkpoint every that many steps and at the end. -1 = only at the end.", min=1, off=-1, may_change=True
     )
     max_actor_ckpt_to_keep: int | None = option(
-        2, "Newest checkpoints kept; the best validated one is kept too. null = all.", min=1, may_change=True
+        2, "Newest checkpoints kept. The best validated one is kept too. null = all.", min=1, may_change=True
     )
     resume_mode: str = option(
         "auto",
-        "auto = resume an unfinished run; disable = start a new run; resume_path = a new run from `resume_from_path`; "
+        "auto = resume an unfinished run. disable = start a new run. resume_path = a new run from `resume_from_path`. "
         "other_data = resume (from `resume_from_path` if set) with other rows: data.train_files, val_files, "
         "train_max_samples, val_max_samples (docs/resume.md).",
         choices=("auto", "disable", "resume_path", "other_data"),
@@ -367,12 +367,12 @@ class TrainerConfig(Section):
         "The same config gives the same weights, bit for bit, also when killed and resumed (local, scripted).",
     )
     num_threads: int | None = option(
-        None, "CPU threads of torch; null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1
+        None, "CPU threads of torch. null = all idle cores, at most 4 (1 with trainer.deterministic).", min=1
     )
-    device: str = option("auto", "Where the actor lives; auto = cuda if there.", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "Where the actor lives. auto = cuda if there.", choices=("auto", "cpu", "cuda"))
     placement: str = option("inline", "Where the workers live.", choices=("inline", "ray"))
-    nnodes: int = option(1, "Machines; more than one needs placement=ray.", min=1)
-    n_workers_per_node: int = option(1, "Actor ranks per machine; more than one needs placement=ray.", min=1)
+    nnodes: int = option(1, "Machines. More than one needs placement=ray.", min=1)
+    n_workers_per_node: int = option(1, "Actor ranks per machine. More than one needs placement=ray.", min=1)
     worker_timeout_s: float = option(
         1800.0,
         "Longest that ranks wait for another one in an exchange. After that the run ends and names the missing rank. "
@@ -384,7 +384,7 @@ class TrainerConfig(Section):
     max_restarts: int = option(
         0,
         "After the loss of a rank, an engine or a machine the run begins again by itself, from its last checkpoint, at "
-        "most so often; 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
+        "most so often. 0 = it ends, and the same command goes on (trainer.worker_timeout_s is also how long it waits "
         "for a machine in the place of a lost one). Supervised training (sft) ends.",
         min=0,
         may_change=True,
@@ -411,7 +411,7 @@ class TrainerConfig(Section):
         may_change=True,
     )
     debug_rollout_data: str | None = option(
-        None, "File of each step's Samples for torch.load; `{rollout_id}` in it is the step from 0; null = none."
+        None, "File of each step's Samples for torch.load. `{rollout_id}` in it is the step from 0. null = none."
     )
     debug_mode: str = option(
         "save",
@@ -438,7 +438,7 @@ class TrainerConfig(Section):
             # A plug-in may register one; those are known when plug-ins are imported.
             if name not in trackers and not config.external_plugins and not names_code(name):
                 yield (
-                    f"trainer.logger: unknown tracker {name!r}; known: {', '.join(trackers)}, and the dotted path or "
+                    f"trainer.logger: unknown tracker {name!r}. Known: {', '.join(trackers)}, and the dotted path or "
                     "file.py:Name of a custom one"
                 )
 
@@ -474,7 +474,7 @@ class Config(Section):
     reward: RewardConfig = option(RewardConfig, "Scores.")
     algorithm: AlgorithmConfig = option(AlgorithmConfig, "Advantages.")
     trainer: TrainerConfig = option(TrainerConfig, "The loop.")
-    external_plugins: list[str] = option([], "Python files or modules imported at start; they register plug-ins.")
+    external_plugins: list[str] = option([], "Python files or modules imported at start. They register plug-ins.")
 
     def problems(self, config: Any, key: str) -> Iterator[str]:
         rollout, actor, critic = self.actor_rollout_ref.rollout, self.actor_rollout_ref.actor, self.critic

@@ -92,7 +92,7 @@ _REWARD_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class RowMedia:
-    """The images and videos of a row, in order; `start` counts in the row."""
+    """The images and videos of a row, in order. `start` counts in the row."""
 
     inputs: tuple[MediaInput, ...] = ()
 
@@ -111,16 +111,16 @@ def split_trainable(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory
 
 
 def build_batch(trajectories: Sequence[Trajectory], *, pad_token_id: int) -> TensorDict | None:
-    """One row per record of every trainable trajectory, in their order; the others are skipped.
+    """One row per record of every trainable trajectory, in their order. The others are skipped.
 
     Args:
-        trajectories: scored; several with one id (a loop that returned its records one by one) are one
+        trajectories: scored. Several with one id (a loop that returned its records one by one) are one
             trajectory.
         pad_token_id: fills `input_ids` beyond a row's end.
 
     Returns:
         All columns of the table but those that training fills in (log-probs of policies, advantages, values, returns,
-        token rewards); None if nothing is trainable.
+        token rewards). None if nothing is trainable.
 
     Raises:
         DataError: a trajectory without reward, or one id with different rewards, groups or prompts.
@@ -194,7 +194,7 @@ def weighed_together(batch: TensorDict) -> Tensor:
 
 
 def media_of(batch: TensorDict) -> list[RowMedia] | None:
-    """One entry per row; None where no row of the batch has any."""
+    """One entry per row. None where no row of the batch has any."""
     if MEDIA not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         return None
     return list(batch[MEDIA])
@@ -204,7 +204,7 @@ def reward_parts(batch: TensorDict, names: Sequence[str]) -> Tensor:
     """[N, K]: the named numbers of each trajectory's reward, in the order of `trajectory_rewards`.
 
     Raises:
-        DataError: a trajectory's reward function did not return one of them; says what it returned.
+        DataError: a trajectory's reward function did not return one of them. Says what it returned.
     """
     rows = first_rows(batch).tolist()
     all_parts, ids = list(batch[REWARD_PARTS]), list(batch[TRAJECTORY_ID])
@@ -212,7 +212,7 @@ def reward_parts(batch: TensorDict, names: Sequence[str]) -> Tensor:
         missing = [name for name in names if name not in all_parts[row].parts]
         if missing:
             raise DataError(
-                f"trajectory {ids[row]!r}: its reward has no {', '.join(missing)}; it has "
+                f"trajectory {ids[row]!r}: its reward has no {', '.join(missing)}. It has "
                 f"{', '.join(sorted(all_parts[row].parts)) or 'no parts'}: return a dict with these keys"
             )
     return torch.tensor([[all_parts[row].parts[name] for name in names] for row in rows], dtype=torch.float32)
@@ -235,7 +235,7 @@ def first_rows(batch: TensorDict) -> Tensor:
 
 
 def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
-    """[B, T]: a trajectory's value on every token of its loss mask, on all its records; 0 elsewhere.
+    """[B, T]: a trajectory's value on every token of its loss mask, on all its records. 0 elsewhere.
 
     Args:
         batch: made by `build_batch`.
@@ -254,7 +254,7 @@ def expand_to_tokens(batch: TensorDict, values_N: Tensor) -> Tensor:
 def per_record(batch: TensorDict) -> dict[tuple[str, int], dict[str, np.ndarray]]:
     """(trajectory id, record index) -> what training computed for each of the record's tokens.
 
-    The arrays (float32) are as long as the record and 0 outside the loss mask; a column that the batch lacks, or that
+    The arrays (float32) are as long as the record and 0 outside the loss mask. A column that the batch lacks, or that
     was not computed for a row (NaN), is absent.
     """
     names = [name for name in (ADVANTAGES, OLD_LOG_PROBS, CLIPPED) if name in batch.keys()]  # noqa: SIM118 - iterates over its rows
@@ -304,20 +304,20 @@ def _factorise(ids: Sequence[str]) -> Tensor:
 def _check_same(first: Trajectory, other: Trajectory) -> None:
     if other.reward is None:
         raise DataError(
-            f"trajectory {other.trajectory_id!r} (stop reason {other.stop_reason}) has no reward; "
-            "score every trajectory before building a batch, or mark it failed"
+            f"trajectory {other.trajectory_id!r} (stop reason {other.stop_reason}) has no reward. "
+            "Score every trajectory before building a batch, or mark it failed"
         )
     assert first.reward is not None
     if not abs(first.reward - other.reward) <= _REWARD_TOLERANCE:
         raise DataError(
             f"inconsistent rewards for trajectory {other.trajectory_id!r}: {first.reward} and "
-            f"{other.reward}; all records of one trajectory share one reward"
+            f"{other.reward}. All records of one trajectory share one reward"
         )
     for name in ("group_id", "prompt_id"):
         if getattr(first, name) != getattr(other, name):
             raise DataError(
                 f"trajectory {other.trajectory_id!r} appears with {name} {getattr(first, name)!r} "
-                f"and {getattr(other, name)!r}; an id belongs to one of each"
+                f"and {getattr(other, name)!r}. An id belongs to one of each"
             )
 
 

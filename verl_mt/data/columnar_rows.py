@@ -169,7 +169,7 @@ def read_parquet(path: str | Path) -> Iterator[dict[str, Any]]:
         version = (file.schema_arrow.metadata or {}).get(_VERSION_KEY)
         if version != VERSION:
             what = "no rollout rows" if version is None else f"rollout rows of layout {version.decode()!r}"
-            raise DataError(f"{path}: {what}; this verl_mt reads layout {VERSION.decode()!r}")
+            raise DataError(f"{path}: {what}. This verl_mt reads layout {VERSION.decode()!r}")
         for batch in file.iter_batches(_ROWS_PER_GROUP):
             yield from _rows_of(batch)
     except (pa.ArrowException, OSError, ValueError) as error:

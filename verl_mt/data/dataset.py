@@ -275,7 +275,7 @@ def entries_of(spec: Any, split: str) -> list[Entry]:
     else:
         raise DataError(f"{key}: expected a path, a list or a mapping name -> path, got {spec!r}")
     if not entries:
-        raise DataError(f"{key}: no entry; name at least one file or generator")
+        raise DataError(f"{key}: no entry. Name at least one file or generator")
     names = [e.name for e in entries]
     numbered = [
         e if names.count(e.name) == 1 else Entry(f"{e.name}_{position}", e.path, e.weight)
@@ -283,11 +283,11 @@ def entries_of(spec: Any, split: str) -> list[Entry]:
     ]
     names = [e.name for e in numbered]
     if len(set(names)) < len(names):
-        raise DataError(f"{key}: two entries are named {max(names, key=names.count)!r}; give each its own name")
+        raise DataError(f"{key}: two entries are named {max(names, key=names.count)!r}. Give each its own name")
     for entry in numbered:
         if entry.weight is not None and split != "train":
             raise DataError(
-                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count; leave it out"
+                f"{key}.{entry.name}: weight {entry.weight:g} would be ignored, all rows count. Leave it out"
             )
     return numbered
 
@@ -409,7 +409,7 @@ def _generate(path: str, key: str, reading: Reading) -> list[Any]:
         made = make(num_rows=num_rows, seed=seed, split=split)
         if num_rows < 0 and not isinstance(made, Sequence):
             raise DataError(
-                f"{key}: {path} yields rows without end; say how many: data.{split}_max_samples (it is {num_rows})"
+                f"{key}: {path} yields rows without end. Say how many: data.{split}_max_samples (it is {num_rows})"
             )
         if not isinstance(made, Iterable):
             raise DataError(f"{key}: {path} returned {type(made).__name__}, expected rows (dicts)")
@@ -429,7 +429,7 @@ def _to_row(raw: dict[str, Any], index: int, entry: Entry, columns: Columns) -> 
             f"{where}: column extra_info must be a mapping, got {type(extra_info).__name__} {_short(extra_info)}"
         )
     if raw.get("audios"):
-        raise DataError(f"{where}: column audios holds {len(raw['audios'])} items; audio is not offered, leave it out")
+        raise DataError(f"{where}: column audios holds {len(raw['audios'])} items. Audio is not offered, leave it out")
     has_prompt = not columns.all_optional or raw.get(columns.prompt) is not None
     shown = _column(raw, columns.prompt, where) if has_prompt else None
     if columns.as_it_is and isinstance(shown, int | float):
@@ -479,7 +479,7 @@ def check_renamed(rows: Sequence[dict[str, Any]], names: Mapping[str, str], file
             raise DataError(f"data.columns renames {listing(several)} to one name, {new}: give one of them")
     if missing := [name for name in names if not any(name in row for row in rows)]:
         raise DataError(
-            f"{file}: data.columns renames {listing(missing)}, which no row has; the first has "
+            f"{file}: data.columns renames {listing(missing)}, which no row has. The first has "
             f"{listing(map(str, rows[0]))}"
         )
 
@@ -519,11 +519,11 @@ def system_text(system: str | None) -> str | None:
         text = Path(system).expanduser().read_text(encoding="utf-8") if system.endswith(".txt") else system
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"data.system: {system} cannot be read: {error}; give the text itself, or a .txt file"
+            f"data.system: {system} cannot be read: {error}. Give the text itself, or a .txt file"
         ) from error
     if not text.strip():
         where = f"{system} is empty" if system.endswith(".txt") else f"got {system!r}, which is no text"
-        raise DataError(f"data.system: {where}; give a text, or leave it out (null): no message is added then")
+        raise DataError(f"data.system: {where}. Give a text, or leave it out (null): no message is added then")
     return text
 
 
@@ -553,7 +553,7 @@ def _ground_truth(raw: dict[str, Any], where: str) -> Any:
     if "reward_model" not in raw:
         raise DataError(
             f"{where}: column 'reward_model' is missing{_instead_of(raw, 'reward_model')}. Rows of a task without "
-            "labels, which an environment scores, say, have a column ground_truth that is null; data.label_key names "
+            "labels, which an environment scores, say, have a column ground_truth that is null. data.label_key names "
             "another one"
         )
     model = _column(raw, "reward_model", where)

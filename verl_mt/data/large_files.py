@@ -113,7 +113,7 @@ class LargeRows(Sequence[DataRow]):
         if self._state_now() != self._state:
             raise DataError(
                 f"{self.file} was changed while the run reads it, so the numbers of its rows mean nothing any more. "
-                "Put back what it held and give the same command to go on; write new rows to a new file"
+                "Put back what it held and give the same command to go on. Write new rows to a new file"
             )
         made = zip(self._raw.take(indices), indices, strict=True)
         return [self._reading.row_of(raw, self._raw.position_of(index), self._entry) for raw, index in made]

@@ -69,9 +69,9 @@ class TrajectoryRecord:
     has_log_probs: bool = True
     """False if the engine gave text only: training then uses the trainer's own old log-probs."""
     messages: list[Message] = field(default_factory=list)
-    """What this record has seen, where history was rewritten after it; empty = the trajectory's `messages`."""
+    """What this record has seen, where history was rewritten after it. empty = the trajectory's `messages`."""
     tools: list[dict[str, Any]] | None = None
-    """The schemas that its prompt showed, where a later record shows others; None = the trajectory's `tools`."""
+    """The schemas that its prompt showed, where a later record shows others. None = the trajectory's `tools`."""
     media: list[MediaInput] = field(default_factory=list)
     """Images and videos among its tokens, in order: exactly the inputs of the engine and of the trainer."""
 
@@ -98,8 +98,8 @@ class TrajectoryRecord:
             log_probs = [0.0] * len(ids)
         if len(log_probs) != len(ids) or len(versions) != len(ids):
             raise LedgerError(
-                f"{len(ids)} sampled ids came with {len(log_probs)} log-probs and {len(versions)} versions; "
-                "all three must have the same length"
+                f"{len(ids)} sampled ids came with {len(log_probs)} log-probs and {len(versions)} versions. "
+                "All three must have the same length"
             )
         self._append(ids, 1, log_probs, versions, "assistant", turn)
 
@@ -218,7 +218,7 @@ class Ledger:
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens after the first prompt, over all records; a later record's prompt repeats what was counted. What was
+        """Tokens after the first prompt, over all records. A later record's prompt repeats what was counted. What was
         taken back counts too: a loop that does so again and again must come to an end."""
         return sum(len(r.token_ids) - r.num_prompt_tokens for r in self.records) + self.num_cut_tokens
 
@@ -241,7 +241,7 @@ class Ledger:
         it log-probs that nobody computed. So the old record stays as it is, and is trained as it is.
 
         Returns:
-            Whether it stays; a record of which nothing was sampled taught nobody anything, and is replaced.
+            Whether it stays. A record of which nothing was sampled taught nobody anything, and is replaced.
         """
         stays = any(self.record.sampled)
         if stays:

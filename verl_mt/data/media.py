@@ -96,8 +96,8 @@ def place_media(
     for kind in KINDS:
         if wanted[kind] != len(items[kind]):
             raise DataError(
-                f"{where}: {wanted[kind]} places <{kind}> in the text, but {kind}s holds {len(items[kind])} items; "
-                "every item needs one place, in order"
+                f"{where}: {wanted[kind]} places <{kind}> in the text, but {kind}s holds {len(items[kind])} items. "
+                "Every item needs one place, in order"
             )
     supply = {kind: iter([_portable(item, folder) for item in items[kind]]) for kind in KINDS}
     return [_filled(message, supply) for message in messages]
@@ -156,7 +156,7 @@ def _opened(value: Any) -> Any:
         if text.startswith("data:"):
             return io.BytesIO(base64.b64decode(text.partition("base64,")[2], validate=True))
         if text.startswith(("http://", "https://")):
-            raise ValueError("images are not downloaded; save it as a file first")
+            raise ValueError("images are not downloaded. Save it as a file first")
         return Path(text.removeprefix("file://")).expanduser()
     raise ValueError(f"expected an image, a path, a data URI or bytes, got {type(value).__name__}")
 

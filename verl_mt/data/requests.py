@@ -26,18 +26,18 @@ class SamplingParams:
     min_p: float = 0.0
     """Tokens with less than `min_p` times the largest probability are never sampled."""
     seed: int | None = None
-    """None = the engine's own stream of random numbers; a number = the same tokens for the same request."""
+    """None = the engine's own stream of random numbers. A number = the same tokens for the same request."""
     stop: tuple[str, ...] = ()
-    """Generation ends when the decoded turn contains one of these; the tokens that complete it are kept."""
+    """Generation ends when the decoded turn contains one of these. The tokens that complete it are kept."""
     stop_token_ids: tuple[int, ...] = ()
-    """Generation ends when one of these is sampled; it is kept, as the turn's last token."""
+    """Generation ends when one of these is sampled. It is kept, as the turn's last token."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
             raise ValueError(
-                f"temperature >= 0, 0 < top_p <= 1, 0 <= min_p < 1; got {self.temperature}, {self.top_p}, {self.min_p}"
+                f"temperature >= 0, 0 < top_p <= 1, 0 <= min_p < 1. Got {self.temperature}, {self.top_p}, {self.min_p}"
             )
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k must be -1 (off) or at least 1, got {self.top_k}")
@@ -63,7 +63,7 @@ class GenerationRequest:
     """Set: an engine that sees its tokens come may count `deadline_s` from the last one, and time in its queue not at
     all. It aborts after `limit_s` seconds from now at the latest (inf = no limit)."""
     media: dict[str, Any] = field(default_factory=dict)
-    """`inputs`: the `MediaInput`s of the record, whose placeholder tokens are in `input_ids`; empty for text."""
+    """`inputs`: the `MediaInput`s of the record, whose placeholder tokens are in `input_ids`. Empty for text."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class GenerationOutput:
 
     token_ids: list[int] | None
     log_probs: list[float] | None
-    """log_softmax(logits / T) of each sampled id; None from a text-only engine."""
+    """log_softmax(logits / T) of each sampled id. None from a text-only engine."""
     finish_reason: FinishReason
-    """stop: an end-of-turn token, stop id or stop string (all kept); length: the token limit; abort: cut off."""
+    """stop: an end-of-turn token, stop id or stop string (all kept). length: the token limit. abort: cut off."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     cached_tokens: int = 0
     """How many of `input_ids` needed no prefill."""
     timings: Timings = Timings()
     text: str | None = None
     replica: str | None = None
-    """Which of the engine's replicas sampled it; None from an engine that is one."""
+    """Which of the engine's replicas sampled it. None from an engine that is one."""

@@ -50,7 +50,7 @@ class RowSampler(abc.ABC):
     """
 
     uses_weights = False
-    """A sampler that reads `DataSource.weight` says so; without it weights are refused, not ignored."""
+    """A sampler that reads `DataSource.weight` says so. Without it weights are refused, not ignored."""
 
     @property
     @abc.abstractmethod
@@ -59,7 +59,7 @@ class RowSampler(abc.ABC):
 
     @abc.abstractmethod
     def next_batch(self, n: int) -> list[DataRow]:
-        """The next n rows. Never ends; a new epoch follows the last."""
+        """The next n rows. Never ends. A new epoch follows the last."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -81,8 +81,8 @@ class RowSampler(abc.ABC):
     def update(self, groups: Sequence[TrajectoryGroup]) -> None:  # noqa: B027 - most samplers learn nothing
         """The groups of a finished step, scored: what an adaptive curriculum learns from.
 
-        A group names its row by `source` (the entry's name, `DataRow.source`) and `row_index` (`DataRow.index`);
-        several entries may share a `data_source`.
+        A group names its row by `source` (the entry's name, `DataRow.source`) and `row_index` (`DataRow.index`).
+        Several entries may share a `data_source`.
         """
 
 
@@ -104,7 +104,7 @@ def permuted(key: str, size: int, offset: int) -> int:
 
 
 class Joined(Sequence[DataRow]):
-    """The rows of all sources, one after the other; none is read before it is asked for."""
+    """The rows of all sources, one after the other. None is read before it is asked for."""
 
     def __init__(self, sources: Sequence[DataSource]):
         self._parts = [source.rows for source in sources]
@@ -137,7 +137,7 @@ class PositionSampler(RowSampler):
     """
 
     names_matter = True
-    """The order depends on the entries' names; False: a run goes on though they have other names."""
+    """The order depends on the entries' names. False: a run goes on though they have other names."""
 
     def __init__(self, sources: Sequence[DataSource], *, seed: int = 0, shuffle: bool = True):
         empty = [s.name for s in sources if not s.rows]
@@ -235,7 +235,7 @@ class ShuffledSampler(PositionSampler):
 
 
 class WeightedSampler(PositionSampler):
-    """Sources are mixed by their weights; within a source every row comes once before any comes twice.
+    """Sources are mixed by their weights. Within a source every row comes once before any comes twice.
 
     Draw number p comes from the source whose share of [0, 1) holds (u + p * golden ratio) mod 1, u uniform in the seed.
     Each draw has exactly the weights' probabilities, and n draws in a row stay within a few rows of n * weight (the
@@ -307,13 +307,13 @@ class DifficultySampler(PositionSampler):
             eligible = array("q", (k for k, d in enumerate(difficulties) if limit is None or d <= limit))
             if not eligible:
                 raise DataError(
-                    f"data.sampler_kwargs.schedule: no row has {key} <= {limit}; the smallest is {min(difficulties)}"
+                    f"data.sampler_kwargs.schedule: no row has {key} <= {limit}. The smallest is {min(difficulties)}"
                 )
             self._starts.append(start)
             self._stages.append(eligible)
         if not self._stages:
             raise DataError(
-                "data.sampler_kwargs.schedule: no stage; write [{rows: 0, max: 1}, {rows: 1000, max: null}]"
+                "data.sampler_kwargs.schedule: no stage. Write [{rows: 0, max: 1}, {rows: 1000, max: null}]"
             )
 
     def place_at(self, position: int) -> tuple[int, int]:
@@ -350,7 +350,7 @@ def build_sampler(options: SamplerOptions, sources: Sequence[DataSource], *, see
             sampler = cls(sources, seed=seed, shuffle=options.shuffle, **options.sampler_kwargs)
         except TypeError as error:
             raise DataError(
-                f"data.sampler {options.sampler}: {error}; arguments come from data.sampler_kwargs"
+                f"data.sampler {options.sampler}: {error}. Arguments come from data.sampler_kwargs"
             ) from error
         if not isinstance(sampler, RowSampler):
             raise DataError(f"data.sampler: {options.sampler} is no subclass of verl_mt.data.sampler.RowSampler")

@@ -25,11 +25,11 @@ class Status(enum.StrEnum):
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """Ended by a length or context limit; trained on like any other unless configured otherwise."""
+    """Ended by a length or context limit. Trained on like any other unless configured otherwise."""
     ABORTED = "aborted"
-    """The engine went away (then it was retried), or a service that the reward asks; never trained on."""
+    """The engine went away (then it was retried), or a service that the reward asks. Never trained on."""
     FAILED = "failed"
-    """User code (reward, interaction, scheduler) raised; never trained on, counted."""
+    """User code (reward, interaction, scheduler) raised. Never trained on, counted."""
 
 
 class StopReason(enum.StrEnum):
@@ -42,21 +42,21 @@ class StopReason(enum.StrEnum):
     ENVIRONMENT = "environment"
     """The environment said that the episode is over (`done`)."""
     MAX_ASSISTANT_TURNS = "max_assistant_turns"
-    """No assistant turn remains; a tool call in the last turn is not executed."""
+    """No assistant turn remains. A tool call in the last turn is not executed."""
     MAX_USER_TURNS = "max_user_turns"
     """The interaction wanted another turn and none remains."""
     MAX_TOOL_CALLS = "max_tool_calls"
-    """The model called again after it was told that `max_tool_calls` are used up; those calls were not run."""
+    """The model called again after it was told that `max_tool_calls` are used up. Those calls were not run."""
     MAX_TOKENS_PER_TURN = "max_tokens_per_turn"
-    """A turn was cut at `max_tokens_per_turn`; its tools are not run."""
+    """A turn was cut at `max_tokens_per_turn`. Its tools are not run."""
     RESPONSE_LENGTH = "response_length"
     """Everything after the first prompt reached `response_length` in the middle of a turn."""
     MAX_MODEL_LEN = "max_model_len"
     """The model's context was full in the middle of a turn."""
     CONTEXT_FULL = "context_full"
-    """The next observation, generation prompt and one more token do not fit; it is in `messages` only."""
+    """The next observation, generation prompt and one more token do not fit. It is in `messages` only."""
     TIME_LIMIT = "time_limit"
-    """`max_seconds` of the trajectory were over; the tokens sampled so far are kept."""
+    """`max_seconds` of the trajectory were over. The tokens sampled so far are kept."""
     SCHEDULER = "scheduler"
     """A scheduler's `check_finished` or a custom generate function ended it."""
     TRUNCATED = "truncated"
@@ -109,9 +109,9 @@ class Trajectory:
     trajectory_id: str
     prompt_id: str
     group_id: str
-    """Default: the prompt; with several roles prompt + role."""
+    """Default: the prompt. With several roles prompt + role."""
     episode_id: str
-    """Shared by the agents of one episode; default: the trajectory's own id."""
+    """Shared by the agents of one episode. Default: the trajectory's own id."""
     data_source: str = ""
     row_index: int = -1
     """Row of the data set, -1 where there is none."""
@@ -119,7 +119,7 @@ class Trajectory:
     turn_texts: list[str] = field(default_factory=list)
     """What the model wrote in each assistant turn, reasoning and calls included, without the end-of-turn token."""
     replicas: list[str | None] = field(default_factory=list)
-    """Which replica of the engine sampled each assistant turn; empty where the engine is one."""
+    """Which replica of the engine sampled each assistant turn. Empty where the engine is one."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool schemas that the prompt showed, as the template got them."""
     records: list[TrajectoryRecord] = field(default_factory=list)
@@ -139,12 +139,12 @@ class Trajectory:
     turn_scores: list[float] = field(default_factory=list)
     """What the interaction scored, one per interaction turn."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Assistant turn -> the part of `reward` that it earned itself; empty where `reward` belongs to the whole."""
+    """Assistant turn -> the part of `reward` that it earned itself. Empty where `reward` belongs to the whole."""
     trained_version: int | None = None
     """Of the weights that were updated with it: a token is older by the difference of the versions. None where
     none were."""
     greedy_reward: float | None = None
-    """Reward of the greedy answer to the same prompt, where one was sampled; NaN if that one failed."""
+    """Reward of the greedy answer to the same prompt, where one was sampled. NaN if that one failed."""
     stop_reason: StopReason | None = None
     num_turns: int = 0
     """Assistant turns."""
@@ -155,7 +155,7 @@ class Trajectory:
     """Counted events: `tools/<name>/calls`, `tools/<name>/errors`, `tools/<name>/latency_s`, `retries`, ..."""
     time_spans: list[TimeSpan] = field(default_factory=list)
     sanity: dict[str, Any] | None = None
-    """The tokenization sanity check's finding; None where it was off or found nothing."""
+    """The tokenization sanity check's finding. None where it was off or found nothing."""
     error: str | None = None
     """The traceback, where the status is FAILED or ABORTED."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -166,13 +166,13 @@ class Trajectory:
     media: dict[str, list[Any]] = field(default_factory=dict)
     """`images`, `videos` in the order of the messages, where a plug-in replaced those of the row."""
     source: str = ""
-    """Name of the row's entry in `data.train_files` or `data.val_files`; with `row_index` it names the row."""
+    """Name of the row's entry in `data.train_files` or `data.val_files`. With `row_index` it names the row."""
     ground_truth: Any = None
-    """What the row says is right, for whoever reads the rollout; the reward asks the row itself."""
+    """What the row says is right, for whoever reads the rollout. The reward asks the row itself."""
     execution_id: str | None = None
-    """Trajectories of a batch that share it weigh in the loss as one; None = this one weighs by itself."""
+    """Trajectories of a batch that share it weigh in the loss as one. None = this one weighs by itself."""
     sample: Any = None
-    """The object of another library that its rollout driver got for it; its `reward` is kept up to date."""
+    """The object of another library that its rollout driver got for it. Its `reward` is kept up to date."""
 
     @property
     def status(self) -> Status:
@@ -214,9 +214,9 @@ class TrajectoryGroup:
     data_source: str = ""
     row_index: int = -1
     source: str = ""
-    """The row's entry; with `row_index` it names the row."""
+    """The row's entry. With `row_index` it names the row."""
     sealed: bytes | None = field(default=None, repr=False, compare=False)
-    """Rollout rows of its trajectories, in their order, as `data.columnar_rows.seal` made them where they were sampled;
+    """Rollout rows of its trajectories, in their order, as `data.columnar_rows.seal` made them where they were sampled.
     None = whoever writes them makes them."""
 
     @property
@@ -225,6 +225,6 @@ class TrajectoryGroup:
         return any(FILTERED in t.counters for t in self.trajectories)
 
     def leave_out(self) -> None:
-        """Mark it as `filtered`; its trajectories' rows say so."""
+        """Mark it as `filtered`. Its trajectories' rows say so."""
         for trajectory in self.trajectories:
             trajectory.counters[FILTERED] = 1.0

@@ -59,7 +59,7 @@ def text_of(value: Any, what: str) -> str:
     except UnicodeEncodeError as error:
         raise WrongValue(
             f"{what} holds half of a surrogate pair ({value[error.start]!r} at {error.start}), which no tokenizer "
-            "takes; replace it: text.encode('utf-8', 'replace').decode()"
+            "takes. Replace it: text.encode('utf-8', 'replace').decode()"
         ) from None
     return value
 
@@ -122,7 +122,7 @@ def log_probs_of(value: Any, what: str, num_ids: int, num_trained: int) -> list[
     found = [number for part in parts for number in numbers_of(part, what)]
     if len(found) not in (num_ids, num_trained):
         raise WrongValue(
-            f"{what} has {len(found)} entries for {num_ids} response_token_ids ({num_trained} in the loss); leave it "
+            f"{what} has {len(found)} entries for {num_ids} response_token_ids ({num_trained} in the loss). Leave it "
             "out, the engine's own are recorded"
         )
     return found
@@ -165,7 +165,7 @@ def plain_of(value: Any, what: str) -> Any:
         if not level:
             return value
     raise WrongValue(
-        f"{what} is nested more than {MAX_DEPTH} levels deep, or holds itself, and cannot be written; flatten it"
+        f"{what} is nested more than {MAX_DEPTH} levels deep, or holds itself, and cannot be written. Flatten it"
     )
 
 

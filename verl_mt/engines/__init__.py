@@ -42,7 +42,7 @@ def check(config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         if config.rollout.dtype not in (None, dtype):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.dtype is {config.rollout.dtype}: {_KEY}={name} samples with the actor's "
-                f"own weights, which are {dtype}; leave it null, or change actor_rollout_ref.model.dtype"
+                f"own weights, which are {dtype}. Leave it null, or change actor_rollout_ref.model.dtype"
             )
         if config.actor.param_offload and trainer.placement == "inline":
             raise ConfigError(
@@ -117,7 +117,7 @@ def build(setup: EngineSetup) -> InferenceEngine:
     if setup.deterministic and not engine.capabilities.deterministic:
         raise ConfigError(
             f"trainer.deterministic needs an engine that gives the same bits whatever the timing, which {_KEY}={name} "
-            "does not (its capabilities.deterministic is False); use local"
+            "does not (its capabilities.deterministic is False). Use local"
         )
     return engine
 
@@ -137,7 +137,7 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
     if can.overlaps_training and not can.returns_token_ids:
         raise ConfigError(
             f"trainer.max_staleness={max_staleness}, but {_KEY}={name} returns text: how probable its tokens were to "
-            "the weights that sampled them is not known; use an engine that returns token ids (sglang, local), or set "
+            "the weights that sampled them is not known. Use an engine that returns token ids (sglang, local), or set "
             "max_staleness=0"
         )
     if can.overlaps_training and not can.frees_memory:
@@ -158,14 +158,14 @@ def check_overlap(engine: InferenceEngine, config: Config) -> None:
 def _check_capabilities(name: str, can: Any) -> None:
     if not isinstance(can, Capabilities):
         raise PluginError(
-            f"{_KEY}={name}: its `capabilities` must be a Capabilities (engines/base.py), got {value_text(can, 80)}; "
-            "set it in the constructor"
+            f"{_KEY}={name}: its `capabilities` must be a Capabilities (engines/base.py), got {value_text(can, 80)}. "
+            "Set it in the constructor"
         )
     for field, known in (("transports", TRANSPORTS), ("media", MEDIA)):
         unknown = set(getattr(can, field)) - set(known)
         if unknown:
             raise PluginError(
-                f"{_KEY}={name}: capabilities.{field} names {listing(map(str, unknown))}; there is: {listing(known)}"
+                f"{_KEY}={name}: capabilities.{field} names {listing(map(str, unknown))}. There is: {listing(known)}"
             )
 
 

@@ -24,7 +24,7 @@ MEDIA = ("images", "videos")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do; checked at start, so that nothing degrades silently."""
+    """What an engine can do. Checked at start, so that nothing degrades silently."""
 
     transports: frozenset[str]
     """Names of the `WeightUpdate` classes it takes: in_place, tensor_buckets, from_ranks, broadcast, disk."""
@@ -81,10 +81,10 @@ class EngineHost(abc.ABC):
     num_ranks: int
     """Devices of the engine (tensor parallelism)."""
     rank: int | None
-    """The first rank that it stands beside; None = beside none."""
+    """The first rank that it stands beside. None = beside none."""
     on_gpu: bool
     devices: tuple[str, ...] | None
-    """The GPUs of the ranks beside it, as their machine names them; none where they are on the CPU. None = its process
+    """The GPUs of the ranks beside it, as their machine names them. None where they are on the CPU. None = its process
     sees its own devices and no others."""
 
     @abc.abstractmethod
@@ -114,7 +114,7 @@ class EngineHost(abc.ABC):
 
     @abc.abstractmethod
     async def end(self) -> None:
-        """End the object's process. Idempotent; never raises."""
+        """End the object's process. Idempotent. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ class Receiver:
     """An engine as its publisher sees it. It is pickled, and equal where it is the same life of the engine."""
 
     call: Callable[..., None]
-    """`call(name, body, timeout_s)`, which waits for the answer; a call of the engine's own kind."""
+    """`call(name, body, timeout_s)`, which waits for the answer. A call of the engine's own kind."""
     num_ranks: int = 1
-    """Devices of the engine; each takes the weights."""
+    """Devices of the engine. Each takes the weights."""
     on_gpu: bool = False
     rank: int | None = None
-    """The first rank that it stands beside, on its machine; None = beside none, and it gets the weights from rank 0."""
+    """The first rank that it stands beside, on its machine. None = beside none, and it gets the weights from rank 0."""
 
 
 class WeightPublisher(abc.ABC):
@@ -188,7 +188,7 @@ class Publishers:
         self._made: dict[type[WeightPublisher], tuple[Any, WeightPublisher]] = {}
 
     def get(self, kind: type[WeightPublisher], arguments: tuple[Any, ...], address: str) -> WeightPublisher:
-        """The one that is there, if it was made with the same; otherwise a new one takes its place.
+        """The one that is there, if it was made with the same. Otherwise a new one takes its place.
 
         Raises:
             EngineError: the class is no `WeightPublisher`.
@@ -212,12 +212,12 @@ class Publishers:
 
 @dataclass(frozen=True)
 class FromRanks:
-    """Each engine gets the weights from the rank that it stands beside, on their machine; those that stand beside none
+    """Each engine gets the weights from the rank that it stands beside, on their machine. Those that stand beside none
     get them from rank 0, all at once.
 
     `publish(receivers, publisher, arguments)` is collective over the worker group. In the process of each receiver's
     rank a `WeightPublisher` (its class's dotted path) sends to that rank's own receivers. It returns the error of each
-    receiver, or None; and so does `publish` for all of them.
+    receiver, or None, and so does `publish` for all of them.
     """
 
     version: int
@@ -273,7 +273,7 @@ def check_request(
     if request.media and not takes_media:
         raise EngineError(f"{name}: {engine} serves text only, got media {sorted(request.media)}")
     if not size:
-        raise EngineError(f"{name}: input_ids is empty; there is nothing to continue")
+        raise EngineError(f"{name}: input_ids is empty. There is nothing to continue")
     if size >= max_model_len:
         raise EngineError(f"{name}: {size} input tokens leave none to sample within max_model_len={max_model_len}")
     if min(request.input_ids) < 0 or max(request.input_ids) >= vocab_size:
@@ -289,22 +289,22 @@ class EngineSetup:
     """What an engine is made from when `actor_rollout_ref.rollout.name` names it."""
 
     config: ActorRolloutRefConfig
-    """The model's path and dtype, and the keys under `rollout`; `engine_kwargs` are the engine's own."""
+    """The model's path and dtype, and the keys under `rollout`. `engine_kwargs` are the engine's own."""
     policy_module: Any
-    """The actor's module, for an engine with `samples_from_policy`; None for others, which load the model. With
+    """The actor's module, for an engine with `samples_from_policy`. None for others, which load the model. With
     `overlaps` a copy of it, which is the engine's own and gets its weights by `TensorBuckets`."""
     end_token_ids: frozenset[int]
-    """Ids that end an assistant turn; a request may bring further `stop_token_ids`."""
+    """Ids that end an assistant turn. A request may bring further `stop_token_ids`."""
     decode: Decode | None
     """Ids -> text, for stop strings."""
     max_model_len: int | None
-    """Longest sequence in tokens; None = what the model allows."""
+    """Longest sequence in tokens. None = what the model allows."""
     deterministic: bool
     """Same calls, same bits, whatever the timing."""
     seed: int
     """Of requests that bring none."""
     hosts: tuple[EngineHost, ...] = ()
-    """For an engine that `lives_beside_ranks`: one place for each of its replicas; none = in or beside this process."""
+    """For an engine that `lives_beside_ranks`: one place for each of its replicas. none = in or beside this process."""
     overlaps: bool = False
     """It is to sample while the policy is trained (`Capabilities.overlaps_training`)."""
 
@@ -316,11 +316,11 @@ class Branch:
     path: str
     """Dotted path of the class, or of a function that makes it."""
     args: tuple[Any, ...] = ()
-    """Its arguments; the worker's number follows them."""
+    """Its arguments. The worker's number follows them."""
 
 
 class InferenceEngine(abc.ABC):
-    """One inference engine. Methods are awaited on the rollout's event loop; it may work in threads or processes."""
+    """One inference engine. Methods are awaited on the rollout's event loop. It may work in threads or processes."""
 
     capabilities: Capabilities
     samples_from_policy: ClassVar[bool] = False
@@ -360,7 +360,7 @@ class InferenceEngine(abc.ABC):
         """Version of the weights that the next token would come from."""
 
     async def start(self) -> None:  # noqa: B027 - engines that are ready when made have nothing to do
-        """Wait until the engine can serve. Called before anything else; `generate` does it where nobody did.
+        """Wait until the engine can serve. Called before anything else. `generate` does it where nobody did.
 
         Runs on the caller's loop.
 
@@ -385,7 +385,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self, request_id: str) -> None:
-        """End a request now; its `generate` returns what was sampled, finish_reason `abort`. Unknown ids are fine."""
+        """End a request now. Its `generate` returns what was sampled, finish_reason `abort`. Unknown ids are fine."""
 
     @abc.abstractmethod
     async def pause(self, mode: PauseMode = "in_place") -> None:
@@ -398,7 +398,7 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
-        """Take new weights; every token sampled afterwards carries `update.version`.
+        """Take new weights. Every token sampled afterwards carries `update.version`.
 
         Runs on the caller's loop. Waits until the engine has the weights.
 
@@ -430,7 +430,7 @@ class InferenceEngine(abc.ABC):
         return {}
 
     def branch(self) -> Branch | None:
-        """For rollout workers (`rollout.num_workers`), each of which gets its own; None = the requests of their
+        """For rollout workers (`rollout.num_workers`), each of which gets its own. None = the requests of their
         conversations come to this process."""
         return None
 
@@ -444,4 +444,4 @@ class InferenceEngine(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """End the engine; waiting requests raise `EngineGoneError`. Idempotent."""
+        """End the engine. Waiting requests raise `EngineGoneError`. Idempotent."""

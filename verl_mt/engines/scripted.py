@@ -51,11 +51,11 @@ class ScriptedEngine(InferenceEngine):
     to the share of its latency that has passed.
 
     Args:
-        turns: a list, replayed in order of arrival; a mapping from session id, or from the first request's
-            `input_ids` as a tuple, to a list of turns; or a function of the request.
+        turns: a list, replayed in order of arrival. A mapping from session id, or from the first request's
+            `input_ids` as a tuple, to a list of turns, or a function of the request.
         returns_token_ids: False = text only: ids and log-probs are withheld.
         latency_s: seconds that every turn takes.
-        fail_at: numbers of the requests (1 = the first) that raise `EngineGoneError`; they use up no turn.
+        fail_at: numbers of the requests (1 = the first) that raise `EngineGoneError`. They use up no turn.
         decode: ids -> text.
         version: of the weights, until `apply`.
     """
@@ -142,7 +142,7 @@ class ScriptedEngine(InferenceEngine):
         self._streams.pop(session_id, None)
 
     def branch(self) -> Branch | None:
-        """A script that is told by session, prompt or request is replayed where the conversation is; one that counts
+        """A script that is told by session, prompt or request is replayed where the conversation is. One that counts
         arrivals, or cannot be pickled, here."""
         if self._fail_at or isinstance(self._turns, Sequence):
             return None
@@ -183,8 +183,8 @@ class ScriptedEngine(InferenceEngine):
             key = self._keys.setdefault(session, session if session in turns else prompt)
             if key not in turns:
                 raise EngineError(
-                    f"the script has no turns for session {request.session_id!r} nor for its prompt {prompt}; "
-                    f"it has {', '.join(map(repr, turns))}"
+                    f"the script has no turns for session {request.session_id!r} nor for its prompt {prompt}. "
+                    f"It has {', '.join(map(repr, turns))}"
                 )
             turns = turns[key]
         used = self._num_used.get(key, 0)
@@ -203,7 +203,7 @@ class ScriptedEngine(InferenceEngine):
         if ids is None:
             if self.capabilities.returns_token_ids:
                 raise EngineError(
-                    f"the turn for {request.request_id!r} has no token_ids; or set returns_token_ids=False"
+                    f"the turn for {request.request_id!r} has no token_ids, or set returns_token_ids=False"
                 )
             return turn
         if sampling.stop and self._decode is None:

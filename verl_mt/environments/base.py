@@ -75,29 +75,29 @@ class Environment:
 
         Args:
             args: none. (Type checkers take a subclass with any parameters.)
-            row: the columns of the data set's row; a copy. A `reset` without `**row` gets the columns that it names.
+            row: the columns of the data set's row. A copy. A `reset` without `**row` gets the columns that it names.
 
         Returns:
             A text: it is added to the row's last user message, or is the prompt where the row has none. A list of
-            messages: the whole prompt; the row's system message stays where the list has none. None: the row's prompt
+            messages: the whole prompt. The row's system message stays where the list has none. None: the row's prompt
             as it is. No text of it becomes a control token.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement reset(self, **row)")
 
     @classmethod
     def tool_schemas(cls, **config: Any) -> list[dict[str, Any]] | None:
-        """For adapters: the OpenAI schemas of tools that are no methods; `call_tool` runs their calls.
+        """For adapters: the OpenAI schemas of tools that are no methods. `call_tool` runs their calls.
 
         Args:
             config: `rollout.environment.config`.
 
         Returns:
-            The schemas; None = the public methods are the tools.
+            The schemas. None = the public methods are the tools.
         """
         return None
 
     def call_tool(self, name: str, parameters: dict[str, Any]) -> Any:
-        """For adapters: run one call of a tool that `tool_schemas` names; may be `async`."""
+        """For adapters: run one call of a tool that `tool_schemas` names. May be `async`."""
         raise NotImplementedError(f"{type(self).__name__} returns tool_schemas and must implement call_tool")
 
 

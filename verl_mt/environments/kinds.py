@@ -194,7 +194,7 @@ def build_environments(config: EnvironmentConfig, tools: ToolSet | None, timeout
         wanted[name] = given if isinstance(given, Mapping) else {"path": given}
         if name == DEFAULT or set(wanted[name]) - {"path", "config"} or "path" not in wanted[name]:
             raise ConfigError(
-                f"{KEY}.named.{name}: got {value_text(given)}; expected a path, or {{path: ..., config: ...}}, under "
+                f"{KEY}.named.{name}: got {value_text(given)}. Expected a path, or {{path: ..., config: ...}}, under "
                 f"another name than {DEFAULT!r}"
             )
     if not wanted:

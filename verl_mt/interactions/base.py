@@ -11,7 +11,7 @@ from verl_mt.data.conversation import Message
 class BaseInteraction:
     """Answers the model when it has ended its turn without a tool call.
 
-    One object per process and YAML entry, shared by all trajectories; what belongs to one trajectory lives under an
+    One object per process and YAML entry, shared by all trajectories, what belongs to one trajectory lives under an
     `instance_id`::
 
         start_interaction -> generate_response, generate_response, ... -> calculate_score -> finalize_interaction
@@ -20,7 +20,7 @@ class BaseInteraction:
     `async def` or a plain `def` (which runs in a thread).
 
     Args:
-        config: the entry's `config`, with `name` added; `interaction_agent` where one is made without.
+        config: the entry's `config`, with `name` added. `interaction_agent` where one is made without.
     """
 
     runs_inline: bool = False
@@ -28,7 +28,7 @@ class BaseInteraction:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What every row has to give in `extra_info.interaction_kwargs`; a run looks before it samples."""
+        """What every row has to give in `extra_info.interaction_kwargs`. A run looks before it samples."""
         return ()
 
     def __init__(self, config: dict[str, Any]):
@@ -39,7 +39,7 @@ class BaseInteraction:
         """Make what one trajectory needs.
 
         Args:
-            instance_id: the id that verl_mt proposes; None = choose one.
+            instance_id: the id that verl_mt proposes. None = choose one.
             kwargs: the row's `extra_info.interaction_kwargs`, `name` included.
 
         Returns:
@@ -54,11 +54,11 @@ class BaseInteraction:
 
         Args:
             instance_id: from `start_interaction`.
-            messages: all so far, the model's last turn included; a copy.
+            messages: all so far, the model's last turn included. A copy.
             kwargs: the row's `extra_info.interaction_kwargs`.
 
         Returns:
-            (should_terminate, text, turn_score, extra): True or False, a text, a finite number, a dict; anything else
+            (should_terminate, text, turn_score, extra): True or False, a text, a finite number, a dict. Anything else
             fails the trajectory. The text becomes the next user message unless it is over, cut to
             `multi_turn.max_tool_response_tokens` like a tool's answer.
         """

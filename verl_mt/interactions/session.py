@@ -47,14 +47,14 @@ def load_interactions(path: str | Path | None, *, config_key: str = CONFIG_KEY) 
     for declaration in load_declarations(path, key="interaction", config_key=config_key, fields=("name",)):
         name = declaration.values.get("name")
         if name is not None and (not isinstance(name, str) or not name.strip()):
-            raise ConfigError(f"{declaration.where}: name must be a text, got {name!r}; leave it out for the default")
+            raise ConfigError(f"{declaration.where}: name must be a text, got {name!r}. Leave it out for the default")
         made = declaration.load()
         kind = type(made) if isinstance(made, BaseInteraction) else declaration.load_class(BaseInteraction)
         name = name or default_name(kind.__name__)
         if name in found:
             raise PluginError(
-                f"{declaration.where}: an interaction named {name!r} exists already ({places[name]}); "
-                "give one of them another `name`"
+                f"{declaration.where}: an interaction named {name!r} exists already ({places[name]}). "
+                "Give one of them another `name`"
             )
         if made is not kind and declaration.config:
             raise ConfigError(f"{declaration.where}: an interaction that is made already takes no config")
@@ -87,8 +87,8 @@ def pick_interaction(
         return next(iter(interactions.values()))
     if name is None:
         raise DataError(
-            f"extra_info.interaction_kwargs names no interaction and several are configured: {listing(interactions)}; "
-            "set interaction_kwargs.name"
+            f"extra_info.interaction_kwargs names no interaction and several are configured: {listing(interactions)}. "
+            "Set interaction_kwargs.name"
         )
     if name not in interactions:
         raise DataError(

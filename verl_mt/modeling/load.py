@@ -89,7 +89,7 @@ def load_causal_lm(
     if missing:
         raise ConfigError(
             f"model path {path!r}: the checkpoint lacks {len(missing)} of the model's tensors "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); they would have been random"
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). They would have been random"
         )
     return model.to(device)
 
@@ -209,7 +209,7 @@ def check_vocabulary(
     if num_tokens > rows:
         raise ConfigError(
             f"model path {path!r}: the tokenizer has {num_tokens} tokens, the model {rows} embeddings (vocab_size), so "
-            "some tokens would be out of range; give the model its own tokenizer (actor_rollout_ref.model."
+            "some tokens would be out of range. Give the model its own tokenizer (actor_rollout_ref.model."
             "tokenizer_path), or repair vocab_size in its config.json"
         )
     return rows
@@ -230,7 +230,7 @@ def _damaged(path: str, error: Exception) -> ConfigError:
 
 def _not_loadable(path: str, revision: str | None, error: Exception) -> ConfigError:
     return ConfigError(
-        f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded: {error}. "
+        f"model path {path!r}{'' if revision is None else f' (revision {revision})'} cannot be loaded ({error}). "
         "Give a local folder written by save_pretrained, or a hub name that is reachable or in the cache"
     )
 
@@ -273,7 +273,7 @@ def export_hf(model: Any, tokenizer: Any, folder: str | Path, *, adapter: Adapte
     """
     target = Path(folder).expanduser().resolve()
     if target.exists() and not _is_export(target):
-        raise CheckpointError(f"export to {target}: something that is no exported model is there; take another folder")
+        raise CheckpointError(f"export to {target}: something that is no exported model is there. Take another folder")
     model = without_adapters(model)
     try:
         return _export(model, tokenizer, target, adapter)
@@ -323,10 +323,10 @@ def _is_local(source: str) -> bool:
 def _check_folder(given: str, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
-            f"model path {given!r}: no folder {folder}; give an existing folder or a hub name (owner/name)"
+            f"model path {given!r}: no folder {folder}. Give an existing folder or a hub name (owner/name)"
         )
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model path {given!r}: {folder} has no config.json; it is not a Hugging Face model folder")
+        raise ConfigError(f"model path {given!r}: {folder} has no config.json. It is not a Hugging Face model folder")
     if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise ConfigError(
             f"model path {given!r}: {folder} has a config.json but no weights ({', '.join(_WEIGHTS[::2])})"
@@ -337,7 +337,7 @@ def _check_loads_back(model: Any, folder: Path) -> None:
     loaded, info = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:
         raise CheckpointError(
-            f"export to {folder}: what was written does not load back; missing {sorted(info['missing_keys'])}, "
+            f"export to {folder}: what was written does not load back. Missing {sorted(info['missing_keys'])}, "
             f"unexpected {sorted(info['unexpected_keys'])}"
         )
     before, after = model.state_dict(), loaded.state_dict()

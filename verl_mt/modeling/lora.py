@@ -244,7 +244,7 @@ def require_same(saved: Mapping[str, Any] | None, lora: Lora | None) -> None:
     if then.base != lora.base:
         raise CheckpointError(
             f"the checkpoint has adapters only, and they belong to other weights than those of {_KEY}.path="
-            f"{lora.path}: it was written with {then.path} (fingerprint {then.base}, here {lora.base}); give the model "
+            f"{lora.path}: it was written with {then.path} (fingerprint {then.base}, here {lora.base}). Give the model "
             "that the run was started with, in its dtype"
         )
 
@@ -319,7 +319,7 @@ def adapted_layers(model: Any, asked: list[str], *, text_only: bool) -> tuple[li
     if unknown or not chosen:
         raise ConfigError(
             f"{_KEY}.lora_target_modules: {', '.join(map(repr, unknown)) or 'an empty list'} names no linear layer of "
-            f"{type(model).__name__} below its output head; it has {', '.join(sorted(set(last.values())))}, or say "
+            f"{type(model).__name__} below its output head. It has {', '.join(sorted(set(last.values())))}, or say "
             f"{_ALL}"
         )
     names = {last[name] for name in chosen}

@@ -41,7 +41,7 @@ def media_arguments(model: Any, ids_BT: Tensor, media: Sequence[RowMedia]) -> di
     tokens = _tokens(model)
     if not tokens:
         raise ConfigError(
-            f"{type(model).__name__} takes text only, but the batch holds images; use a vision-language model"
+            f"{type(model).__name__} takes text only, but the batch holds images. Use a vision-language model"
         )
     types_BT = torch.zeros_like(ids_BT, dtype=torch.int32)
     tensors: dict[str, list[Tensor]] = {}
@@ -55,7 +55,7 @@ def media_arguments(model: Any, ids_BT: Tensor, media: Sequence[RowMedia]) -> di
         num_inputs = len(media[row].inputs)
         raise DataError(
             f"row {row}: {int(placeholders_BT[row].sum())} placeholder tokens, but its {num_inputs} images and videos "
-            f"have {int((types_BT[row] > 0).sum())}; ids and media of a record belong together"
+            f"have {int((types_BT[row] > 0).sum())}. Ids and media of a record belong together"
         )
     joined = {name: torch.cat(parts).to(ids_BT.device) for name, parts in tensors.items()}
     return {**joined, "mm_token_type_ids": types_BT}

@@ -341,7 +341,7 @@ def checked(module: nn.Module, kwargs: dict[str, Any]) -> tuple[float | None, fl
     """(scale, dropout)"""
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} uses {name!r} in its attention; packed rows have no such term")
+            raise ValueError(f"{type(module).__name__} uses {name!r} in its attention. Packed rows have no such term")
     return kwargs.get("scaling"), kwargs.get("dropout") or 0.0
 
 

@@ -63,7 +63,7 @@ class SequenceGroup:
         if num_heads < self.size:
             raise ConfigError(
                 f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={self.size}: the model's attention has "
-                f"{num_heads} heads, and every rank needs one; set at most that many"
+                f"{num_heads} heads, and every rank needs one. Set at most that many"
             )
         each, more = divmod(num_heads, self.size)
         ends = [each * (k + 1) + min(k + 1, more) for k in range(self.size)]

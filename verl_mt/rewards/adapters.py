@@ -277,10 +277,10 @@ def _check_kwargs(function: Callable[..., Any], kwargs: Mapping[str, Any], reser
     taken = sorted(set(kwargs) & set(reserved))
     if unknown:
         raise ConfigError(
-            f"reward.kwargs: {label} takes no {', '.join(unknown)}; its parameters: {', '.join(sorted(set(names)))}"
+            f"reward.kwargs: {label} takes no {', '.join(unknown)}. Its parameters: {', '.join(sorted(set(names)))}"
         )
     if taken:
-        raise ConfigError(f"reward.kwargs: {', '.join(taken)} of {label} comes from the rollout; remove it")
+        raise ConfigError(f"reward.kwargs: {', '.join(taken)} of {label} comes from the rollout. Remove it")
 
 
 def _parameters(function: Callable[..., Any], label: str) -> list[inspect.Parameter]:

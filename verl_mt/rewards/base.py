@@ -69,8 +69,8 @@ def load_reward(
     """The reward that the config names.
 
     Args:
-        path: registered name, dotted path, `file.py:name`, a bare file or module; None = by the row's `data_source`.
-        name: the function in a bare file or module; None = `compute_score`.
+        path: registered name, dotted path, `file.py:name`, a bare file or module. None = by the row's `data_source`.
+        name: the function in a bare file or module. None = `compute_score`.
         kwargs: a function gets them with every call, a class when it is made (by its classmethod `from_reward_kwargs`
             if it has one).
         timeout_s: deadline of one call in seconds.
@@ -100,7 +100,7 @@ def _load(path: str | None, name: str | None, kwargs: Mapping[str, Any] | None, 
     if path is None:
         if name is not None or kwargs:
             raise ConfigError(
-                "reward.name and reward.kwargs belong to reward.path, which is null; name a reward there "
+                "reward.name and reward.kwargs belong to reward.path, which is null. Name a reward there "
                 f"(registered: {listing(rewards)})"
             )
         return DataSourceReward(default_scorers, timeout_s=timeout_s)
@@ -118,7 +118,7 @@ def _load(path: str | None, name: str | None, kwargs: Mapping[str, Any] | None, 
         kwargs = {}
     if isinstance(target, Reward):
         if kwargs:
-            raise ConfigError(f"reward.kwargs: {label} is an object already; it takes no arguments")
+            raise ConfigError(f"reward.kwargs: {label} is an object already. It takes no arguments")
         target.timeout_s = timeout_s
         return target
     if not callable(target):
@@ -130,7 +130,7 @@ def _find(path: str, name: str | None) -> tuple[Any, str]:
     """The object, and what to call it in errors."""
     if path in rewards:
         if name is not None:
-            raise ConfigError(f"reward.name is {name!r}, but reward.path {path!r} is a registered reward; remove one")
+            raise ConfigError(f"reward.name is {name!r}, but reward.path {path!r} is a registered reward. Remove one")
         return rewards.find(path), path
     if path.endswith(".py"):
         target: Any = import_file(path, "reward.path")
@@ -144,7 +144,7 @@ def _find(path: str, name: str | None) -> tuple[Any, str]:
     if not hasattr(target, wanted):
         functions = [n for n, v in vars(target).items() if callable(v) and not n.startswith("_")]
         raise PluginError(
-            f"reward.path: {path} has no {wanted!r}{suggest(wanted, functions)}; it has {listing(functions)}. "
+            f"reward.path: {path} has no {wanted!r}{suggest(wanted, functions)}. It has {listing(functions)}. "
             "reward.name names the function."
         )
     return getattr(target, wanted), f"{path}:{wanted}"
@@ -206,7 +206,7 @@ class DataSourceReward(Reward):
         if style == "model":
             raise ConfigError(
                 f"{where}: reward_model.style is 'model', so a model is to score it, but without reward.path the "
-                f"rule for {row.data_source!r} would; name the scorer in reward.path (llm_judge asks a model), or set "
+                f"rule for {row.data_source!r} would. Name the scorer in reward.path (llm_judge asks a model), or set "
                 "the rows' style to rule"
             )
 

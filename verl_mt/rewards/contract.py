@@ -30,13 +30,13 @@ class RunState:
     """Where its run stands when a trajectory is scored, for rewards that follow a schedule."""
 
     step: int = 0
-    """Finished training steps; 0 in the first one, and where nothing is trained (`python -m verl_mt.evaluate`)."""
+    """Finished training steps. 0 in the first one, and where nothing is trained (`python -m verl_mt.evaluate`)."""
     total_steps: int = 0
-    """Of the whole run; 0 = unknown."""
+    """Of the whole run. 0 = unknown."""
     updates_per_step: int = 1
     """Optimizer updates of a full step."""
     total_epochs: int = 0
-    """`trainer.total_epochs`; 0 = unknown."""
+    """`trainer.total_epochs`. 0 = unknown."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class RewardInput:
     extra_info: dict[str, Any] = field(default_factory=dict)
     """The row's `extra_info`, with `messages`, `turn_scores`, `tool_rewards`, `num_turns` and `assistant_turns` (both
     the assistant turns; functions of verl's signature see `conversation_turns` as `num_turns`), `stop_reason`,
-    `rollout_infos` and `trajectory_id`; `trajectory_inputs` (a list) where a trajectory became several records.
+    `rollout_infos` and `trajectory_id`. `trajectory_inputs` (a list) where a trajectory became several records.
     Functions of verl's signatures also find `model_text` (`solution_str`) and `response_text` there."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The data set's row, all columns."""
     completion: str = ""
     """The text of the last assistant turn."""
     trajectory: Trajectory | None = None
-    """What is scored; None = it is not known here."""
+    """What is scored. None = it is not known here."""
     source: Any = None
-    """An object that the rollout driver filled for rewards of the same library; None = there is none."""
+    """An object that the rollout driver filled for rewards of the same library. None = there is none."""
     data_row: DataRow | None = None
     """The row with its label and metadata."""
     decode: Callable[[Sequence[int]], str] = str
@@ -94,12 +94,12 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """A trajectory that could not be scored; the others of its batch are not touched."""
+    """A trajectory that could not be scored. The others of its batch are not touched."""
 
     error: str
     """One sentence: the reward, the row, what happened."""
     traceback: str
-    """The user code's traceback; the error itself where there is none (a deadline, a value that is no score)."""
+    """The user code's traceback. The error itself where there is none (a deadline, a value that is no score)."""
     kind: FailureKind = "raised"
 
 
@@ -113,7 +113,7 @@ class Reward:
     """Scores trajectories. A custom reward subclasses this, or is a function (`adapters.py`)."""
 
     timeout_s: float = 60.0
-    """Deadline of one call in seconds; `load_reward` sets `reward.timeout_s`."""
+    """Deadline of one call in seconds. `load_reward` sets `reward.timeout_s`."""
 
     def bind(self, config: Any, parts: Any) -> None:
         """Called once, before anything is scored.
@@ -181,7 +181,7 @@ def as_scores(value: Any, label: str) -> Scores:
     if numbers_by_name["score"] is None:
         got = value_text(parts["score"], 80)
         kind = NoScore if parts["score"] is None or _is_nan(parts["score"]) else InvalidScore
-        raise kind(f"returned {got} as the score; expected a finite number of at most {MAX_REWARD:.2g}")
+        raise kind(f"returned {got} as the score. Expected a finite number of at most {MAX_REWARD:.2g}")
     for name, number in numbers_by_name.items():
         if number is None and (label, name) not in _warned:
             _warned.add((label, name))

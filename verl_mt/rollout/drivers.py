@@ -42,7 +42,7 @@ class Place:
     """Number of the episode, from 0."""
     evaluation: bool = False
     run: RunState = RunState()
-    """Where the training run stands; for rewards."""
+    """Where the training run stands. For rewards."""
 
 
 @dataclass
@@ -54,16 +54,16 @@ class Episode:
     prompt: Prompt
     """The row with all its columns (`prompt.row.raw`), its messages, tools and ids."""
     tools: ToolSession | None = None
-    """Opened, and closed by the runner; None where no tools are configured."""
+    """Opened, and closed by the runner. None where no tools are configured."""
     interaction: InteractionSession | None = None
-    """Started, and finished by the runner; None where none is configured."""
+    """Started, and finished by the runner. None where none is configured."""
     place: Place = Place()
     outcome: list[Trajectory] | None = None
-    """Set by a driver of which several trajectories come; None = the session's own."""
+    """Set by a driver of which several trajectories come. None = the session's own."""
 
 
 class RolloutDriver(Protocol):
-    """Subclass it. One object per run, shared by all episodes; they run at the same time on one event loop."""
+    """Subclass it. One object per run, shared by all episodes. They run at the same time on one event loop."""
 
     session_class: type[RolloutSession] = RolloutSession
     """The class of the sessions that this driver needs."""
@@ -76,7 +76,7 @@ class RolloutDriver(Protocol):
         Runs on the rollout's loop. Waits for the engine and for user code.
 
         Raises:
-            EngineGoneError: the engine went away; the trajectory starts again.
+            EngineGoneError: the engine went away. The trajectory starts again.
             Exception: anything else fails this trajectory, and no other.
         """
 
@@ -140,7 +140,7 @@ def _asked(rollout: RolloutConfig) -> str | None:
             value = attrgetter(key)(rollout)
         except AttributeError:
             raise PluginError(
-                f"entry point {key!r} of verl_mt.rollout_drivers: there is no key actor_rollout_ref.rollout.{key}; its "
+                f"entry point {key!r} of verl_mt.rollout_drivers: there is no key actor_rollout_ref.rollout.{key}. Its "
                 "package adds it by verl_mt.config_sections (verl_mt/config/extended.py)"
             ) from None
         if value is not None:

@@ -43,7 +43,7 @@ class ContextType(enum.StrEnum):
     SUFFIX = "suffix"
     """The end of turn that the model sampled."""
     OTHER = "other"
-    """Everything else; only the strategy `all` trains it."""
+    """Everything else. Only the strategy `all` trains it."""
 
 
 class LossScale:
@@ -73,7 +73,7 @@ class LossScale:
 
         Args:
             context: the text.
-            context_type: what it is; only responses and their ends of turn are asked for.
+            context_type: what it is. Only responses and their ends of turn are asked for.
             is_last_round: whether it belongs to the last assistant message.
 
         Returns:
@@ -114,7 +114,7 @@ class React(LossScale):
 
 
 class Hermes(LossScale):
-    """Tool calls weigh more; as a mask it is `default`."""
+    """Tool calls weigh more. As a mask it is `default`."""
 
     patterns = {r"<tool_call>.+?</tool_call>": [2.0]}
 
@@ -146,7 +146,7 @@ loss_scales: Registry[Any] = Registry(
 
 
 class Joined(LossScale):
-    """Several scales: patterns are applied together; a text that one weighs 0 is 0."""
+    """Several scales: patterns are applied together. A text that one weighs 0 is 0."""
 
     def __init__(self, parts: Sequence[LossScale]):
         self.parts = list(parts)
@@ -229,7 +229,7 @@ def _ask(scale: LossScale, text: str, kind: ContextType, last: bool, query: str 
 
 
 def split_by_patterns(text: str, patterns: Mapping[str, Sequence[float]]) -> tuple[list[str], list[float]]:
-    """Cut a text at its patterns; see `LossScale.patterns`. Text outside of all has weight 1."""
+    """Cut a text at its patterns. See `LossScale.patterns`. Text outside of all has weight 1."""
     keys = [k for k, weights in patterns.items() if len(weights) == 2]
     if keys:
         longest_first = sorted(keys, key=lambda k: -len(k))
@@ -280,7 +280,7 @@ def _checked(patterns: Mapping[str, Any], name: str) -> Mapping[str, Sequence[fl
     if wrong or (len(set(lengths.values())) > 1 and 2 in lengths.values()):
         raise ConfigError(
             f"{CONFIG_KEY}: {name}: give every pattern a list of two weights (literals), or every one a list of one "
-            f"(regular expressions); got {dict(patterns)!r:.200}"
+            f"(regular expressions). Got {dict(patterns)!r:.200}"
         )
     return patterns
 
@@ -339,7 +339,7 @@ def train_prompt_assistants(
 
 
 def apply_loss_scale(scale: LossScale, chat: ChatTemplate, trajectory: Trajectory) -> None:
-    """Clear the bits that the scale weighs 0; with `all`, set every bit first.
+    """Clear the bits that the scale weighs 0. With `all`, set every bit first.
 
     Raises:
         UserCodeError: the scale's pieces do not fit the text.

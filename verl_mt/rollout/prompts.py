@@ -146,7 +146,7 @@ class PromptBuilder:
         if rows and not kept:
             raise DataError(
                 f"{rows[0].file}: all {len(rows)} prompts are longer than data.max_prompt_length="
-                f"{self.max_prompt_length} tokens; raise it, or check the chat template and the tools' schemas "
+                f"{self.max_prompt_length} tokens. Raise it, or check the chat template and the tools' schemas "
                 "(they are part of the prompt)"
             )
         return kept
@@ -238,7 +238,7 @@ class PromptBuilder:
         if wants is not None and not self.single_turn:
             raise DataError(
                 f"{row.place}: extra_info.{wants} is {row.extra_info[wants]!r}, but no tools are "
-                "configured; name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
+                "configured. Name them in actor_rollout_ref.rollout.tool_kwargs.tools_config_file, or set "
                 "actor_rollout_ref.rollout.multi_turn.enable=False to do without"
             )
 
@@ -261,7 +261,7 @@ class PromptBuilder:
             also = f"; data.truncation={self.truncation} cuts prompts of up to {_MAX_CUT_CHARS:,}" if cut else ""
             raise DataError(
                 f"{row.place}: the prompt has {num_chars:,} characters, far more than "
-                f"data.max_prompt_length={limit} tokens{also}; shorten it, or set data.filter_overlong_prompts=True"
+                f"data.max_prompt_length={limit} tokens{also}. Shorten it, or set data.filter_overlong_prompts=True"
             )
         return True
 
@@ -269,13 +269,13 @@ class PromptBuilder:
         limit = self.max_prompt_length
         if self.truncation == "error":
             raise DataError(
-                f"{row.place}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}; "
-                "raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
+                f"{row.place}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}. "
+                "Raise it, set data.filter_overlong_prompts=True, or data.truncation=left|right|middle"
             )
         if has_media(row.prompt):
             raise DataError(
                 f"{row.place}: the prompt has {len(ids)} tokens with {describe(row.prompt)}, which "
-                f"cannot be cut to data.max_prompt_length={limit}; raise it, or set data.filter_overlong_prompts=True"
+                f"cannot be cut to data.max_prompt_length={limit}. Raise it, or set data.filter_overlong_prompts=True"
             )
         self.num_truncated += 1
         if self.truncation == "left":

@@ -10,10 +10,12 @@ import asyncio
 import logging
 import math
 import time
+from bisect import insort
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import itemgetter
 from statistics import fmean
 from typing import TypeVar
 
@@ -219,10 +221,10 @@ class RolloutRunner:
         engine, order = context.engine, place.sample
         arrived = time.monotonic()
         opens, closes = partial(engine.open_session, session_id, order), partial(engine.close_session, session_id)
-        await fair_turn()
         await gate.enter((place.run.step, order), opens, closes)
         waited = [] if self.max_concurrent is None else [TimeSpan("queue", arrived, time.monotonic(), 0)]
         try:
+            await fair_turn()
             lost = replaced = 0
             while True:
                 # From the beginning, in a trajectory of its own: the engine that comes back may have other weights and
@@ -439,7 +441,7 @@ class Gate:
         """Returns once it is let in; who is cancelled in that moment leaves again. Runs on the rollout's loop. Waits
         for the other conversations."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((order, open_session, future))
+        insort(self._waiting, (order, open_session, future), key=itemgetter(0))
         self._missing -= 1
         if self._missing <= 0:
             self._fill()
@@ -460,14 +462,13 @@ class Gate:
             self._free += 1
 
     def _admit(self) -> bool:
-        self._waiting = [w for w in self._waiting if not w[2].done()]
-        if not self._waiting:
-            return False
-        first = min(self._waiting, key=lambda w: w[0])
-        self._waiting.remove(first)
-        first[1]()
-        first[2].set_result(None)
-        return True
+        while self._waiting:
+            _, open_session, future = self._waiting.pop(0)
+            if not future.done():
+                open_session()
+                future.set_result(None)
+                return True
+        return False
 
 
 def turn_rewards(trajectory: Trajectory, *, tool_weight: float, score_weight: float) -> dict[int, float]:

@@ -59,7 +59,7 @@ class RolloutSession:
     attempt: int = 0
     """Restarts after the engine went away."""
     prompt_truncated: bool = False
-    """The first prompt was cut to fit; the sanity check does not blame the template for it."""
+    """The first prompt was cut to fit. The sanity check does not blame the template for it."""
     ledger: Ledger = field(default_factory=Ledger)
     _queue: tuple[Message, ...] = ()
     """Messages of the environment, rendered with the next turn's generation prompt. Recorded when all of them fit."""
@@ -103,7 +103,7 @@ class RolloutSession:
 
     @property
     def reasoning_key(self) -> str | None:
-        """Where a message holds its reasoning, for this template and parser; None where the template shows none."""
+        """Where a message holds its reasoning, for this template and parser. None where the template shows none."""
         can, parser = self.context.chat.capabilities, self.context.parser
         if can.reasoning_content != "ignored":
             return can.reasoning_key
@@ -111,7 +111,7 @@ class RolloutSession:
 
     @property
     def turns_left(self) -> int | None:
-        """Assistant turns that remain; None = no limit."""
+        """Assistant turns that remain. None = no limit."""
         limit = self.context.limits.max_assistant_turns
         return None if limit is None else limit - self.trajectory.num_turns
 
@@ -139,10 +139,10 @@ class RolloutSession:
         *,
         num_trusted: int | None = None,
     ) -> None:
-        """Begin with a first prompt, its generation prompt included; a driver may begin again with another one.
+        """Begin with a first prompt, its generation prompt included. A driver may begin again with another one.
 
         Args:
-            num_trusted: this many of the messages, the first ones, are the data set's; None = all.
+            num_trusted: this many of the messages, the first ones, are the data set's. None = all.
         """
         trajectory, self.ledger = self.trajectory, Ledger()
         trajectory.messages = [dict(m) for m in messages]
@@ -170,14 +170,14 @@ class RolloutSession:
         """Sample the next assistant turn and record it. Runs on the rollout's loop. Waits for the engine.
 
         Args:
-            max_tokens: fewer than the limits allow; None = those.
+            max_tokens: fewer than the limits allow. None = those.
             stop: strings that end this turn, beside the run's own.
 
         Returns:
             The turn, or None if there was no room for one. `ended` says whether a limit cut the trajectory.
 
         Raises:
-            EngineGoneError: the engine went away; the trajectory is to be thrown away and started again.
+            EngineGoneError: the engine went away. The trajectory is to be thrown away and started again.
             LedgerError: the trajectory has ended, or the engine's output does not fit together.
         """
         self._refuse_after_the_end("generate")
@@ -337,7 +337,7 @@ class RolloutSession:
         if forged:
             raise LedgerError(
                 f"{self.trajectory.trajectory_id}: the model sampled {self.context.chat.decode(sorted(forged))!r}, "
-                "which stands for an image or a video that does not exist; the trajectory cannot be trained"
+                "which stands for an image or a video that does not exist. The trajectory cannot be trained"
             )
 
     def _take_text(self, turn: int, output: GenerationOutput) -> str:

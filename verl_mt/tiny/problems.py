@@ -239,7 +239,7 @@ def generate(seed: int, split: str) -> Iterator[Problem]:
         DataError: no such split.
     """
     if split not in _SPLITS:
-        raise DataError(f"arithmetic problems: no split {split!r}; known: {', '.join(_SPLITS)}")
+        raise DataError(f"arithmetic problems: no split {split!r}. Known: {', '.join(_SPLITS)}")
     rng = random.Random(f"{split}/{seed}")  # a string: seeded by its SHA-512, the same everywhere
     while True:
         form = rng.choice(_BY_OPERATIONS[rng.choice(_OPERATIONS)])

@@ -88,7 +88,7 @@ class AgentData:
         return max(0, self._trajectory.num_turns - 1)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"agent_data has no {name!r}; it has {_FIELDS}, and what tools have set on it")
+        raise AttributeError(f"agent_data has no {name!r}. It has {_FIELDS}, and what tools have set on it")
 
 
 def takes_agent_data(execute: Callable[..., Any]) -> bool:

@@ -16,7 +16,7 @@ class BaseTool:
 
         create -> execute, execute, ... -> calc_reward -> release
 
-    `create` runs before the first call (at the start of the trajectory where its row gives `create_kwargs`);
+    `create` runs before the first call (at the start of the trajectory where its row gives `create_kwargs`).
     `calc_reward` and `release` run exactly once for every created instance, whatever happened in between.
 
     Each method may be `async def` or a plain `def` (which runs in a thread). Calls that the model wrote into one turn
@@ -24,7 +24,7 @@ class BaseTool:
 
     Args:
         config: the entry's `config`.
-        tool_schema: the entry's `tool_schema`, or a dict of that form; None = what the class's
+        tool_schema: the entry's `tool_schema`, or a dict of that form. None = what the class's
             `get_openai_tool_schema` returns.
 
     Raises:
@@ -37,7 +37,7 @@ class BaseTool:
     call_timeout_s: float | None = None
     """Deadline of one call in seconds, where it is shorter than the run's `multi_turn.tool_timeout_s`."""
     max_concurrency: int | None = None
-    """Calls that run at once; None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
+    """Calls that run at once. None, or more than it = the run's `multi_turn.tool_concurrency`. A call's deadline begins
     when it has its slot."""
     in_order: bool = False
     """Calls of one turn to tools that say True run one after the other, in the order written."""
@@ -49,7 +49,7 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema that chat templates show to the model. Override it for a custom schema; a dict
+        """The schema that chat templates show to the model. Override it for a custom schema. A dict
         will do.
 
         Raises:
@@ -67,7 +67,7 @@ class BaseTool:
         """Make what one trajectory needs.
 
         Args:
-            instance_id: the id that verl_mt proposes, unique per trajectory and tool; None = choose one.
+            instance_id: the id that verl_mt proposes, unique per trajectory and tool. None = choose one.
             kwargs: the row's `extra_info.tools_kwargs[name].create_kwargs`.
 
         Returns:
@@ -82,27 +82,27 @@ class BaseTool:
 
         Args:
             instance_id: from `create`.
-            parameters: the call's arguments, valid by the schema; a copy that the tool may change.
+            parameters: the call's arguments, valid by the schema. A copy that the tool may change.
             kwargs: the row's `execute_kwargs`, and `agent_data`, the trajectory as verl's tools know it
                 (`verl_mt.tools.agent_data.AgentData`). An `execute` with neither that name nor `**kwargs` gets none.
 
         Returns:
-            (response, step reward, metrics). The reward and the metrics may be left out or None; a response may also be
+            (response, step reward, metrics). The reward and the metrics may be left out or None. A response may also be
             a str or a dict (shown as JSON). Numbers among the metrics reach the step's metrics as
             `tools/<name>/<metric>`, the mean per call.
 
         Raises:
-            ToolCallError: the model's mistake; its text is shown to the model.
-            Exception: the tool's failure; the model is told that the tool failed.
+            ToolCallError: the model's mistake. Its text is shown to the model.
+            Exception: the tool's failure. The model is told that the tool failed.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement execute(instance_id, parameters, **kwargs)")
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """The instance's reward when the trajectory is over; kwargs: the row's `calc_reward_kwargs`."""
+        """The instance's reward when the trajectory is over. kwargs: the row's `calc_reward_kwargs`."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Free what `create` made; kwargs: the row's `release_kwargs`."""
+        """Free what `create` made. kwargs: the row's `release_kwargs`."""
 
     async def close(self) -> None:
         """The run is over: free what belongs to the tool itself (connections, processes). Called once."""

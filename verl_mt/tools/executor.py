@@ -49,7 +49,7 @@ _FIRST_BACKOFF_S = 0.1
 
 
 class ToolExecutor:
-    """One per process; its limits are shared by all trajectories.
+    """One per process. Its limits are shared by all trajectories.
 
     Args:
         tools: the tools of the run.
@@ -79,8 +79,8 @@ class ToolExecutor:
         Args:
             trajectory_id: for instance ids and the log.
             tools_kwargs: the row's `extra_info.tools_kwargs`.
-            tools: the tools this row may use (`ToolSet.for_row`); None = all.
-            agent_data: the trajectory as tools see it; None = there is none to see.
+            tools: the tools this row may use (`ToolSet.for_row`). None = all.
+            agent_data: the trajectory as tools see it. None = there is none to see.
 
         Raises:
             DataError: `tools_kwargs` names an unknown tool or has another shape.

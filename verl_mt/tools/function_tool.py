@@ -44,7 +44,7 @@ def schema_of(function: Callable[..., Any], where: str | None = None) -> OpenAIF
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise PluginError(
-                f"{where}: argument {parameter} cannot be shown to a model; give it a name, a type and a description"
+                f"{where}: argument {parameter} cannot be shown to a model. Give it a name, a type and a description"
             )
     rich = rich_arguments(function)
     try:
@@ -52,7 +52,7 @@ def schema_of(function: Callable[..., Any], where: str | None = None) -> OpenAIF
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise PluginError(
             f"{where}: no tool schema can be made: {error} Every argument needs a type hint and a line `name: text` "
-            "under `Args:` in the docstring; or pass tool_schema={...}."
+            "under `Args:` in the docstring, or pass tool_schema={...}."
         ) from error
     properties = schema["function"]["parameters"]["properties"]
     for name, adapter in rich.items():
@@ -75,8 +75,8 @@ def rich_arguments(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
             except PydanticUserError as error:
                 where = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
                 raise PluginError(
-                    f"@function_tool {where}: argument {name!r} has the type {hint!r}, which no JSON can become; "
-                    "use text, numbers, lists, dicts, dataclasses or pydantic models"
+                    f"@function_tool {where}: argument {name!r} has the type {hint!r}, which no JSON can become. "
+                    "Use text, numbers, lists, dicts, dataclasses or pydantic models"
                 ) from error
     return found
 
@@ -103,7 +103,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return get_type_hints(inspect.unwrap(function), include_extras=True)
     except NameError as error:
         raise PluginError(
-            f"@function_tool {code_place(function)}: {error}; its type "
+            f"@function_tool {code_place(function)}: {error}. Its type "
             "hints must name things that exist at the top of its module"
         ) from error
 
@@ -160,7 +160,7 @@ def _inlined(node: Any, defs: dict[str, Any], inside: tuple[str, ...], where: st
     if "$ref" in node:
         name = node["$ref"].rpartition("/")[2]
         if name in inside:
-            raise PluginError(f"{where}: {name} contains itself; a model cannot be shown such a type")
+            raise PluginError(f"{where}: {name} contains itself. A model cannot be shown such a type")
         rest = {key: value for key, value in node.items() if key != "$ref"}
         return _inlined({**defs[name], **rest}, defs, (*inside, name), where)
     # A field may be called `title`: only the annotation, which is text, goes.
@@ -240,7 +240,7 @@ def function_tool(
     name: str | None = None,
     tool_schema: dict[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Make a tool of a function, sync or async; the YAML entry's `class_name` names it.
+    """Make a tool of a function, sync or async. The YAML entry's `class_name` names it.
 
     The schema comes from the type hints and the docstring (Google's style, numpy's or reStructuredText's)::
 
@@ -258,12 +258,12 @@ def function_tool(
     gets the object.
 
     Args:
-        name: what the model calls it; None = the function's name.
-        tool_schema: an OpenAI tool schema to use as it is, instead of hints and docstring; arguments then arrive as
+        name: what the model calls it. None = the function's name.
+        tool_schema: an OpenAI tool schema to use as it is, instead of hints and docstring. Arguments then arrive as
             the JSON that they are.
 
     Raises:
-        PluginError: a type hint or a docstring is missing, or `tool_schema` is none; names the function and the
+        PluginError: a type hint or a docstring is missing, or `tool_schema` is none. Names the function and the
             argument.
     """
 

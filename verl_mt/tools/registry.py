@@ -53,7 +53,7 @@ def _make(declaration: Declaration) -> list[ToolEntry]:
     if kind != "native":
         raise ConfigError(f"{where}: config.type is {kind!r}, expected native or mcp. Leave it out, or write one.")
     if "mcp" in declaration.values:
-        raise ConfigError(f"{where}: it has an mcp mapping, but config.type is not mcp; write config: {{type: mcp}}")
+        raise ConfigError(f"{where}: it has an mcp mapping, but config.type is not mcp. Write config: {{type: mcp}}")
     raw, schema = _schema(declaration)
     found = declaration.load()
     if isinstance(found, FunctionTool):
@@ -64,7 +64,7 @@ def _make(declaration: Declaration) -> list[ToolEntry]:
         tool = found
     elif not isinstance(found, type) and callable(found):
         raise PluginError(
-            f"{where}: {declaration.class_name!r} is a plain function; put @function_tool "
+            f"{where}: {declaration.class_name!r} is a plain function. Put @function_tool "
             "(from verl_mt.tools.function_tool) above it, or name a BaseTool class"
         )
     else:
@@ -80,7 +80,7 @@ def _make_mcp(declaration: Declaration) -> list[ToolEntry]:
     where, config = declaration.where, declaration.config
     kind: Any = declaration.load_class(mcp.MCPBaseTool)
     if declaration.values.get("tool_schema"):
-        raise ConfigError(f"{where}: an MCP server gives the schemas of its tools; leave tool_schema out")
+        raise ConfigError(f"{where}: an MCP server gives the schemas of its tools. Leave tool_schema out")
     if kind.state is not None:
         config = {"state": kind.state, **config}
     try:

@@ -31,13 +31,13 @@ __all__ = [
 
 
 def as_tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
-    """A tool schema from the dict that an author wrote; a schema as it is.
+    """A tool schema from the dict that an author wrote. A schema as it is.
 
     Args:
         where: what to call it in errors.
 
     Raises:
-        PluginError: it is no OpenAI tool schema; says which fields are wrong.
+        PluginError: it is no OpenAI tool schema. Says which fields are wrong.
     """
     try:
         return OpenAIFunctionToolSchema.model_validate(given)
@@ -52,7 +52,7 @@ def as_tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
 class ToolResponse(BaseModel):
     """What a tool answers. A text model is told of images and videos only that it cannot see them.
 
-    Images are in any of the forms of `verl_mt.data.media`; a video is a list of them.
+    Images are in any of the forms of `verl_mt.data.media`. A video is a list of them.
     """
 
     text: str | None = None
@@ -63,7 +63,7 @@ class ToolResponse(BaseModel):
     @classmethod
     def _must_be_a_list(cls, value: Any) -> Any:
         if value is not None and not isinstance(value, list):
-            raise ValueError(f"must be a list even for one item, got {type(value).__name__}; write [item]")
+            raise ValueError(f"must be a list even for one item, got {type(value).__name__}. Write [item]")
         return value
 
     def is_empty(self) -> bool:

@@ -57,7 +57,7 @@ class ToolEntry:
         """
         if not isinstance(getattr(tool, "name", None), str) or not tool.name:
             raise PluginError(
-                f"{where}: the tool has no name; does its __init__ call super().__init__(config, tool_schema)?"
+                f"{where}: the tool has no name. Does its __init__ call super().__init__(config, tool_schema)?"
             )
         if not _NAME.fullmatch(tool.name):
             raise PluginError(
@@ -94,8 +94,8 @@ class ToolSet:
             other = self._entries.get(entry.tool.name)
             if other is not None:
                 raise PluginError(
-                    f"{entry.where}: a tool named {entry.tool.name!r} exists already ({other.where}); "
-                    "give one of them another tool_schema.function.name"
+                    f"{entry.where}: a tool named {entry.tool.name!r} exists already ({other.where}). "
+                    "Give one of them another tool_schema.function.name"
                 )
             self._entries[entry.tool.name] = entry
 
@@ -215,7 +215,7 @@ class ToolSet:
         if need_tools_kwargs and not given:
             raise DataError(
                 "extra_info.need_tools_kwargs is true but extra_info.tools_kwargs has nothing for any of "
-                f"{listing(self.names)}; got {tools_kwargs!r}"
+                f"{listing(self.names)}. Got {tools_kwargs!r}"
             )
         chosen = self if tool_selection is None else self._chosen("tool_selection", tool_selection)
         if prompt_tools is not None:

@@ -33,7 +33,7 @@ from verl_mt.plugins import load_object, names_code
 from verl_mt.workers.worker_group import WorkerGroup
 
 _KEY = "algorithm.adv_estimator"
-_FORMS = "expected (rewards, groups, ...) or (rewards, mask, ...)"
+_FORMS = "Expected (rewards, groups, ...) or (rewards, mask, ...)"
 _OFFERED = {"groups": ("norm_by_std", "tokens", "batch"), "mask": ("gamma", "lam")}
 """Second parameter of a form -> the further ones that are filled in by name."""
 _MADE_UP_TOKENS = 8
@@ -214,7 +214,7 @@ def _remax(batch: TensorDict, rewards_N: Tensor) -> Tensor:
     """A prompt whose greedy rollout failed has nothing to be compared with: 0."""
     if columns.GREEDY_REWARDS not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         raise DataError(
-            "algorithm.adv_estimator=remax: these rollouts have no greedy answer to be compared with; save them with "
+            "algorithm.adv_estimator=remax: these rollouts have no greedy answer to be compared with. Save them with "
             "remax (trainer.debug_rollout_data), or train on them with another estimator"
         )
     greedy_N = batch[columns.GREEDY_REWARDS][columns.first_rows(batch)]
@@ -261,7 +261,7 @@ def try_own_estimator(config: Config) -> None:
                 rewards_NM[torch.arange(len(length_N)), length_N - 1] = rewards_N.double()
                 per_token(rewards_NM, torch.zeros_like(rewards_NM), mask_NM)
     except UserCodeError as error:
-        text = f"{error} (tried at start on made-up rewards of {num_prompts} prompts x {n} samples; {_FORMS})"
+        text = f"{error} (tried at start on made-up rewards of {num_prompts} prompts x {n} samples. {_FORMS})"
         raise UserCodeError(text) from error.__cause__
 
 
@@ -278,7 +278,7 @@ def own_estimator(config: AlgorithmConfig) -> Estimators:
     parameters = inspect.signature(function).parameters
     names = list(parameters)
     if len(names) < 2:
-        raise ConfigError(f"{_KEY}={path} takes {', '.join(names) or 'nothing'}; {_FORMS}")
+        raise ConfigError(f"{_KEY}={path} takes {', '.join(names) or 'nothing'}. {_FORMS}")
     second = "mask" if names[1].startswith("mask") else "groups"
     unfilled = [
         p.name
@@ -320,7 +320,7 @@ def _call(path: str, function: Callable[..., Any], tensors: tuple[Tensor, Tensor
         raise UserCodeError(f"{_KEY}={path} raised {error_text(error, named=True)}") from error
     if not isinstance(found, Tensor) or found.shape != tensors[0].shape:
         got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise UserCodeError(f"{_KEY}={path} returned {got}; expected advantages of shape {tuple(tensors[0].shape)}")
+        raise UserCodeError(f"{_KEY}={path} returned {got}. Expected advantages of shape {tuple(tensors[0].shape)}")
     if not torch.isfinite(found).all():
         place = (~torch.isfinite(found)).nonzero()[0].tolist()
         bad = found[tuple(place)].item()

@@ -91,11 +91,11 @@ def build_trainer(config: Config, *, engine: InferenceEngine | None = None, lost
 
     Args:
         config: the whole configuration.
-        engine: samples instead of the one that `rollout.name` asks for; closed with the trainer.
+        engine: samples instead of the one that `rollout.name` asks for. Closed with the trainer.
         lost: directory of a run of this very configuration that lost a worker: the trainer goes on there.
 
     Raises:
-        VerlMTError: one of its subclasses; the text names the key, file or row.
+        VerlMTError: one of its subclasses. The text names the key, file or row.
     """
     _before_anything_slow(config, engine)
     chat = build_fitting_chat(config)
@@ -394,7 +394,7 @@ def _announce(config: Config, trainer: PPOTrainer, workers: WorkerGroup) -> None
         f"[bold]verl_mt[/] {trainer.plan.num_prompts} prompts x {trainer.plan.n} samples per step, "
         f"{trainer.plan.total_steps} steps, "
         f"{workers.num_parameters / 1e6:.2f}M parameters{trained} on {workers.where}, "
-        f"{torch.get_num_threads()} thread(s); writing to {run.path}"
+        f"{torch.get_num_threads()} thread(s). Writing to {run.path}"
     )
     for text in trainer.notes():
         note(text)

@@ -173,7 +173,7 @@ def notes(config: Config, prompts: PromptBuilder) -> Iterator[str]:
         yield (
             f"{prompts.num_unseen:,} training rows lie in files that are not loaded (more than data.eager_rows="
             f"{config.data.eager_rows:,}): they are read, rendered and checked when they are drawn. An epoch is all of "
-            "them; prompts that are too long are skipped, others drawn in their place, counted in that step "
+            "them. Prompts that are too long are skipped, others drawn in their place, counted in that step "
             "(data/filtered_prompts)"
         )
     if prompts.num_truncated:

@@ -259,7 +259,7 @@ def require_media(engine: InferenceEngine, row: DataRow, *, rollout_name: str) -
     if unseen:
         raise ConfigError(
             f"{row.place}: the prompt holds {describe(row.prompt)}, but actor_rollout_ref.rollout.name="
-            f"{rollout_name} takes text only; use local (docs/multimodal.md), or leave them out"
+            f"{rollout_name} takes text only. Use local (docs/multimodal.md), or leave them out"
         )
 
 

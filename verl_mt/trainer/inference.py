@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -65,7 +66,7 @@ class Inference(AbstractContextManager["Inference"]):
     Args:
         config: the same config that a trainer gets.
         tools: instead of those that the config's YAML declares.
-        engine: samples instead of the one that `rollout.name` asks for; no model is loaded then.
+        engine: samples instead of the one that `rollout.name` asks for. No model is loaded then.
         workers: that train the policy: the engine samples from their module, or lives where a trainer's would.
         spool: keeps finished groups for the process after this one, and has those of the process before.
 
@@ -98,6 +99,8 @@ class Inference(AbstractContextManager["Inference"]):
         else:
             shares = engine is None and engines.samples_from_policy(config.actor_rollout_ref.rollout.name)
             place = (_load(config) if shares else None, engine, (), False)
+            config = copy.deepcopy(config)  # the model that is named has no adapters, and no update brings any
+            config.actor_rollout_ref.model.lora_rank = 0
         self.runner = build_rollout.build_runner(config, self.chat, self.tools, *place)
         self.stream = RolloutStream(self.runner)
         self._spool = spool
@@ -111,7 +114,7 @@ class Inference(AbstractContextManager["Inference"]):
             raise
 
     def prompts(self) -> list[Prompt]:
-        """The prompts of `data.val_files`; `num_filtered` says how many were too long and left out."""
+        """The prompts of `data.val_files`. `num_filtered` says how many were too long and left out."""
         builder = build_data.build_prompts(self.config, self.chat, self.tools)
         prompts = build_data.load_val_prompts(self.config, builder)
         self.num_filtered = builder.num_filtered
@@ -129,7 +132,7 @@ class Inference(AbstractContextManager["Inference"]):
         """Scored groups, in the order of the prompts. `while_waiting` is called a few times a second.
 
         Raises:
-            ConfigError: a row whose data source has no reward; named before anything is sampled.
+            ConfigError: a row whose data source has no reward. Named before anything is sampled.
         """
         self.check(prompts)
         plan = RolloutPlan(prompts, n, name, sampling, evaluation=True)
@@ -190,7 +193,7 @@ def measure(
         VerlMTError: bad input.
     """
     if config.data.val_files is None:
-        raise ConfigError("no data to evaluate on: the config has no data.val_files; name a file with --data")
+        raise ConfigError("no data to evaluate on: the config has no data.val_files. Name a file with --data")
     n, sampling = config.actor_rollout_ref.rollout.val_kwargs.n, build_rollout.validation_sampling(config)
     with Inference(config, spool=spool) as policy:
         prompts, progress = policy.prompts(), policy.stream.progress
@@ -261,7 +264,7 @@ def _unfinished(config: Config, out: Path) -> RunDirectory:
     run = RunDirectory.open(place, snapshot | {"files": _files(snapshot)}, way_out="give another --out")
     if run.path != wanted:
         run.abandon()
-        raise CheckpointError(f"{wanted} is in use by another process; give another --out")
+        raise CheckpointError(f"{wanted} is in use by another process. Give another --out")
     return run
 
 

@@ -36,7 +36,7 @@ from verl_mt.workers.worker_group import WorkerGroup
 
 @dataclass
 class PPOTrainer:
-    """Trains a policy; `build.build_trainer(config)` puts it together.
+    """Trains a policy. `build.build_trainer(config)` puts it together.
 
     `step_number` counts finished steps. A checkpoint holds everything at a step's end: weights, optimizer, schedule,
     generators and the position in the data.
@@ -67,7 +67,7 @@ class PPOTrainer:
     interrupts: Interrupts = field(default_factory=Interrupts)
     export: Callable[[], object] = lambda: None
     _score: float | None = None
-    """`val/accuracy` of the weights as they are; None if this step was not validated."""
+    """`val/accuracy` of the weights as they are. None if this step was not validated."""
     _unlogged: dict[str, float] | None = None
     _at_boundary: dict[str, Any] = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ class PPOTrainer:
         """The groups that this step trains, and those that dynamic sampling left out.
 
         Raises:
-            EngineGoneError, UserCodeError: no trajectory survived; a checkpoint of the last finished step is written.
+            EngineGoneError, UserCodeError: no trajectory survived. A checkpoint of the last finished step is written.
         """
         # A step that is broken off has drawn rows already: its checkpoint needs the position before that.
         self._at_boundary = self._position()
@@ -180,7 +180,7 @@ class PPOTrainer:
         Args:
             groups: of `rollout`.
             batch: after the update, which fills in what rows say of each token: old log-probs, advantages, clipping.
-            left_out: prompt id -> why it was not trained; None where it was.
+            left_out: prompt id -> why it was not trained. None where it was.
         """
         self.sampler.update(groups)
         self.log.rollouts(self.step_number + 1, groups, batch)
@@ -226,7 +226,7 @@ class PPOTrainer:
         return {**self.source.state_dict(), "random": checkpoint.random_state()}
 
     def load_state_dict(self, state: dict[str, Any], folder: Path | None = None) -> None:
-        """Continue from a checkpoint; `folder` is its place, where workers find the shards that they wrote."""
+        """Continue from a checkpoint. `folder` is its place, where workers find the shards that they wrote."""
         self.step_number, self._score, self._unlogged = state["step"], state["score"], state["unlogged"]
         self.version = checkpoint.version_of(state)
         self._load_policy(state, folder)
@@ -332,7 +332,7 @@ class PPOTrainer:
         where = f" (all of them: python -m verl_mt.report.rows {self.log.run.path} --step {step})" if written else ""
         lost = all(t.stop_reason is StopReason.ENGINE for g in groups for t in g.trajectories)
         raise (EngineGoneError if lost else UserCodeError)(
-            f"step {step}: {failure}{where}. Repair what raised; the same command then goes on after step "
+            f"step {step}: {failure}{where}. Repair what raised. The same command then goes on after step "
             f"{self.step_number}, from the checkpoint in {self.log.run.path}"
         )
 

@@ -89,7 +89,7 @@ class SourceParts:
 class RolloutSource:
     """The rollout of a step begins with the step.
 
-    A step calls `begin`, `collect`, perhaps `more`, `mark_trained` and `ended`. `step` is the number of finished steps;
+    A step calls `begin`, `collect`, perhaps `more`, `mark_trained` and `ended`. `step` is the number of finished steps.
     `ended` alone takes the step's own number, from 1. All methods run in the trainer's thread. `collect` and `more`
     wait for conversations, which run in the stream's thread.
     """
@@ -140,7 +140,7 @@ class RolloutSource:
         return self.stream.collect(name, self.while_waiting)
 
     def mark_trained(self, trajectories: Sequence[Trajectory], batch: TensorDict, version: int) -> None:
-        """Note in each trajectory which version of the weights it has updated; None where none of its tokens did."""
+        """Note in each trajectory which version of the weights it has updated. None where none of its tokens did."""
         ids = trained_ids(batch)
         for trajectory in trajectories:
             trajectory.trained_version = version if trajectory.trajectory_id in ids else None
@@ -190,7 +190,7 @@ class RolloutSource:
         return {}
 
     def counts(self, step: int) -> dict[str, int]:
-        """`data/...` of what was drawn after `step` finished steps; they are forgotten."""
+        """`data/...` of what was drawn after `step` finished steps. They are forgotten."""
         return self._counts.pop(step, {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, other_rows: bool) -> None:
-        """Go on; the prompt log has begun from `state["prompts"]` already.
+        """Go on. The prompt log has begun from `state["prompts"]` already.
 
         Args:
             state: of a checkpoint, whatever source it is of.

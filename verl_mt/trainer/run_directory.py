@@ -96,7 +96,7 @@ class RunDirectory:
         # Two runs that begin side by side both see a fresh directory; the lock lets one of them have it. The other ends
         # here instead of taking the next number: they were given the same name, most likely by mistake.
         if lock is None:
-            raise CheckpointError(f"{path} is in use by another process; choose another trainer.experiment_name")
+            raise CheckpointError(f"{path} is in use by another process. Choose another trainer.experiment_name")
         opened = cls(path, None, lock, _created=True)
         # The config makes a directory this run's: until the rename it is fresh to the process that comes after a kill.
         partial = path / ".config.yaml"
@@ -168,7 +168,7 @@ def preview(trainer: TrainerConfig, config: dict[str, Any]) -> str:
         parent = next(p for p in wanted.absolute().parents if p.exists())
         if not os.access(parent, os.W_OK):
             raise CheckpointError(
-                f"cannot make the run directory {wanted}: {parent} is not writable; choose another "
+                f"cannot make the run directory {wanted}: {parent} is not writable. Choose another "
                 "trainer.default_local_dir"
             )
         source = _named_checkpoint(trainer)
@@ -203,7 +203,7 @@ def _usable(trainer: TrainerConfig) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"cannot make or read the run directory {wanted_directory(trainer)}: {error}; choose another "
+            f"cannot make or read the run directory {wanted_directory(trainer)}: {error}. Choose another "
             "trainer.default_local_dir"
         ) from error
 
@@ -240,7 +240,7 @@ def _refusal(path: Path, trainer: TrainerConfig) -> str | None:
 def _require_config(path: Path) -> None:
     if not (path / "config.yaml").exists():
         raise CheckpointError(
-            f"{path} is not empty and not a run directory (no config.yaml); choose another "
+            f"{path} is not empty and not a run directory (no config.yaml). Choose another "
             "trainer.default_local_dir or trainer.experiment_name"
         )
 
@@ -257,7 +257,7 @@ def _named_checkpoint(trainer: TrainerConfig) -> Path | None:
     if not trainer.resume_from_path or not (source / "meta.json").is_file():
         raise CheckpointError(
             f"trainer.resume_mode=resume_path needs trainer.resume_from_path to name a checkpoint folder "
-            f"(runs/<experiment>/checkpoints/step_...); got {trainer.resume_from_path!r}"
+            f"(runs/<experiment>/checkpoints/step_...). Got {trainer.resume_from_path!r}"
         )
     return source
 

@@ -45,7 +45,7 @@ class StepLine:
     metrics: dict[str, float]
     """With those of a validation. A hook may add to them."""
     words: dict[str, str] = field(default_factory=dict)
-    """Texts for `metrics.jsonl`; trackers get none."""
+    """Texts for `metrics.jsonl`. Trackers get none."""
 
 
 def _nothing() -> None:
@@ -58,7 +58,7 @@ class Continue:
 
     rank: ClassVar[int] = 0
     before: Callable[[], object] = _nothing
-    """Called first; the step's line and rollout rows are on the disk then."""
+    """Called first. The step's line and rollout rows are on the disk then."""
     after: Callable[[], object] = _nothing
     """Called last."""
 
@@ -106,11 +106,11 @@ class StepHook:
     """Watches the steps of one run. A subclass overrides what it needs."""
 
     name = ""
-    """Under which its state stands in a checkpoint; empty = it has none."""
+    """Under which its state stands in a checkpoint. empty = it has none."""
 
     @classmethod
     def of(cls, parts: HookParts) -> StepHook | None:
-        """The hook of a run; None where the configuration does not ask for it."""
+        """The hook of a run. None where the configuration does not ask for it."""
         return cls()
 
     def after_rollout(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
@@ -126,7 +126,7 @@ class StepHook:
         """The weights are updated, and the engine has them. The step's row files are written."""
 
     def after_step(self, line: StepLine) -> Verdict:
-        """The step is finished and validated where that was due; its line comes next. A run that was interrupted in the
+        """The step is finished and validated where that was due. Its line comes next. A run that was interrupted in the
         validation calls it in the next process, without `after_update`."""
         return Continue()
 
@@ -139,7 +139,7 @@ class StepHook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on; empty for a checkpoint from before this hook."""
+        """Go on. Empty for a checkpoint from before this hook."""
 
 
 class StepHooks(tuple[StepHook, ...]):
@@ -162,7 +162,7 @@ class StepHooks(tuple[StepHook, ...]):
             hook.after_update(step)
 
     def after_step(self, line: StepLine) -> Verdict:
-        """The strongest verdict; of equal ones the first."""
+        """The strongest verdict. Of equal ones the first."""
         return max((hook.after_step(line) for hook in self), key=lambda verdict: verdict.rank, default=Continue())
 
     def summary(self) -> list[tuple[str, str]]:

@@ -45,20 +45,20 @@ class TrackedRun:
 
 
 class Tracker:
-    """Takes what a run reports. A subclass overrides what its service can show; the rest is left out.
+    """Takes what a run reports. A subclass overrides what its service can show. The rest is left out.
 
     Made as `Class(TrackedRun)`. Every call comes from one thread, in order. What a call raises is counted and said
-    once; the run goes on.
+    once. The run goes on.
     """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """The numbers of a step."""
 
     def table(self, step: int, name: str, table: RolloutTable) -> None:
-        """A few rollouts to read; `name` is `train`, `val` or `val_greedy`."""
+        """A few rollouts to read. `name` is `train`, `val` or `val_greedy`."""
 
     def trajectories(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """All trajectories of a rollout, as soon as it is over; not to be changed."""
+        """All trajectories of a rollout, as soon as it is over. Not to be changed."""
 
     def close(self, outcome: Outcome) -> None:
         """The last call."""
@@ -251,7 +251,7 @@ def build_trackers(config: TrainerConfig, run: TrackedRun, *, spans: str | None 
                 raise CheckpointError(f"tracker {name}: {disk_refused(run.folder, error)}") from error
             reason = redact(error_text(error, named=True))
             if run.resume_step is None:
-                raise ConfigError(f"tracker {name} could not begin: {reason}; repair it, or leave it out") from error
+                raise ConfigError(f"tracker {name} could not begin: {reason}. Repair it, or leave it out") from error
             log.warning("tracker %s could not go on (%s); the run goes on without it", name, reason)
     # As often as a validation, or where there is none as a checkpoint.
     every = next((n for n in (config.test_freq, config.save_freq) if n > 0), 1)

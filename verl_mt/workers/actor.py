@@ -167,7 +167,7 @@ class ActorWorker(Trainable):
         needed = [columns.ADVANTAGES, *([columns.REF_LOG_PROBS] if self.config.use_kl_loss else [])]
         missing = [name for name in needed if name not in rows.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
         if missing:
-            raise DataError(f"the batch has no column {', '.join(missing)}; fill it in before the update")
+            raise DataError(f"the batch has no column {', '.join(missing)}. Fill it in before the update")
         here = rows.copy().to(self.device)
         here[columns.OLD_LOG_PROBS] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)
         here[columns.CLIPPED] = torch.full_like(here[columns.ROLLOUT_LOG_PROBS], math.nan)

@@ -135,7 +135,7 @@ class CriticWorker(Trainable):
         names = (columns.VALUES, columns.RETURNS)
         missing = [name for name in names if name not in rank_batch.rows.keys()]  # noqa: SIM118 - iterates over its rows
         if missing:
-            raise DataError(f"the batch has no column {', '.join(missing)}; compute values and advantages first")
+            raise DataError(f"the batch has no column {', '.join(missing)}. Compute values and advantages first")
         rank_batch = rank_batch.to(self.device)
         seen = _Seen()
         for mini, rows in enumerate(self._mini_batches(rank_batch.stats.prompt_B)):

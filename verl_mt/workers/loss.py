@@ -318,11 +318,11 @@ def token_loss(config: ActorConfig, loss: PolicyLoss | None = None) -> TokenLoss
     takes = inspect.signature(function).parameters
     positional = [p for p in takes.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < len(_TENSORS) and not any(p.kind is p.VAR_POSITIONAL for p in takes.values()):
-        raise ConfigError(f"{where} takes {', '.join(takes) or 'nothing'}; expected ({', '.join(_TENSORS)}, ...)")
+        raise ConfigError(f"{where} takes {', '.join(takes) or 'nothing'}. Expected ({', '.join(_TENSORS)}, ...)")
     for name in loss.options:
         if name not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
             raise ConfigError(
-                f"{KEY}.{name}: {loss.formula} takes no argument of that name; it takes {', '.join(takes)}"
+                f"{KEY}.{name}: {loss.formula} takes no argument of that name. It takes {', '.join(takes)}"
             )
     return partial(_of_user, _filled_in(function, loss, config), where)
 
@@ -376,7 +376,7 @@ def _of_user(function: Callable[..., Any], where: str, *tensors: Tensor) -> tupl
     if not isinstance(loss, Tensor) or loss.shape != mask_BT.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UserCodeError(
-            f"{where} returned {got}; expected a loss for each token, {tuple(mask_BT.shape)}, alone or with a dict of "
+            f"{where} returned {got}. Expected a loss for each token, {tuple(mask_BT.shape)}, alone or with a dict of "
             "numbers. How tokens become one number is actor.loss_agg_mode"
         )
     if torch.is_grad_enabled() and tensors[0].requires_grad and not loss.requires_grad:

@@ -41,7 +41,7 @@ def build_adamw(parameters: Sequence[Tensor], *, offload: bool = False, **option
     """
     low = sum(p.dtype != torch.float32 for p in parameters)
     if low not in (0, len(parameters)):
-        raise ValueError(f"{low} of {len(parameters)} parameters are not float32; all or none must be")
+        raise ValueError(f"{low} of {len(parameters)} parameters are not float32. All or none must be")
     if not low and not offload:
         return torch.optim.AdamW(parameters, **options)
     optimizer = MasterAdamW(parameters, **options)

@@ -113,7 +113,7 @@ def load_workers(setup: WorkerSetup, ranks: Ranks = ALONE) -> tuple[ActorWorker,
     give_objects(setup.placement.objects)
     config, model = setup.config, setup.config.model
     if torch.device(setup.device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device; set trainer.device=cpu or auto")
+        raise ConfigError(f"trainer.device={setup.device}: torch finds no CUDA device. Set trainer.device=cpu or auto")
     module = add_adapters(_first_policy(setup, ranks, trained=model.lora_rank == 0), model, seed=setup.seed)
     if model.freeze_vision:
         freeze_vision(module)
@@ -177,7 +177,7 @@ def load_critic(setup: WorkerSetup, ranks: Ranks, actor: ActorWorker) -> CriticW
     if sizes[0] < sizes[1]:
         raise ConfigError(
             f"critic.model.path={config.model.path} has {sizes[0]} tokens and the policy {sizes[1]}: the critic reads "
-            "what the policy writes, so both need one tokenizer; leave the path out to start from the policy's weights"
+            "what the policy writes, so both need one tokenizer. Leave the path out to start from the policy's weights"
         )
     if setup.config.model.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable()

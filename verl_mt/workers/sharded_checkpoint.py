@@ -132,7 +132,7 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = 
     differing = sorted(tensors.keys() ^ shapes.keys()) or [n for n in tensors if tensors[n].shape != shapes[n]]
     if differing:
         raise CheckpointError(
-            f"{folder} is of another model: {len(differing)} tensors differ, among them {differing[0]}; resume with "
+            f"{folder} is of another model: {len(differing)} tensors differ, among them {differing[0]}. Resume with "
             "the actor_rollout_ref.model.path that the run was started with"
         )
     assert folder is not None
@@ -141,7 +141,7 @@ def load_shards(tensors: Mapping[str, Tensor], folder: Path | None, name: str = 
             dcp.load(dict(tensors), storage_reader=_Reader(folder / name), no_dist=alone)
     except (CheckpointException, Exception) as error:  # a missing or torn file shows as anything
         raise CheckpointError(
-            f"{folder / name} cannot be read: {_cause(error)}; delete this checkpoint to resume from an older one"
+            f"{folder / name} cannot be read: {_cause(error)}. Delete this checkpoint to resume from an older one"
         ) from error
 
 
@@ -153,7 +153,7 @@ def stored_shapes(folder: Path | None, name: str = SHARDS) -> dict[str, tuple[in
     """
     if folder is None or not has_shards(folder, name):
         raise CheckpointError(
-            f"{folder}: no shards of the {name} ({name}/.metadata); is the checkpoint folder on a disk that all "
+            f"{folder}: no shards of the {name} ({name}/.metadata). Is the checkpoint folder on a disk that all "
             "machines share?"
         )
     try:

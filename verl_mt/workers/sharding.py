@@ -247,8 +247,8 @@ def score(module: nn.Module, *args: Any, **kwargs: Any) -> LogProbs:
         return forward_log_probs(module, *args, **kwargs)
     if any(row.inputs for row in kwargs.pop("media", None) or ()):
         raise ConfigError(
-            "images and videos are trained on one rank: every rank would have to run the vision layers equally often; "
-            "set trainer.placement=inline, or one worker"
+            "images and videos are trained on one rank: every rank would have to run the vision layers equally often. "
+            "Set trainer.placement=inline, or one worker"
         )
     output = LogProbs(*module(*args, **kwargs))
     if not torch.is_grad_enabled():

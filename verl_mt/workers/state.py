@@ -78,8 +78,8 @@ def copy_into(live: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     differing = sorted(live.keys() ^ given.keys()) or [n for n in live if live[n].shape != given[n].shape]
     if differing:
         raise CheckpointError(
-            f"the checkpoint is of another model: {len(differing)} tensors differ, among them {differing[0]}; "
-            "resume with the actor_rollout_ref.model.path that the run was started with"
+            f"the checkpoint is of another model: {len(differing)} tensors differ, among them {differing[0]}. "
+            "Resume with the actor_rollout_ref.model.path that the run was started with"
         )
     with torch.no_grad():
         for name, target in live.items():

@@ -215,7 +215,7 @@ class Trainable:
             if self._nonfinite_in_a_row >= _MAX_NONFINITE:
                 raise VerlMTError(
                     f"loss {loss.item()} or gradient norm {grad_norm.item()} was not finite in "
-                    f"{_MAX_NONFINITE} updates in a row (after {self.num_updates} good ones); lower "
+                    f"{_MAX_NONFINITE} updates in a row (after {self.num_updates} good ones). Lower "
                     f"{self._plan.key}.optim.lr, or go back to an earlier checkpoint"
                 )
         self.optimizer.zero_grad(set_to_none=True)

@@ -266,7 +266,7 @@ def load_workers_state(
         now, then = ("no", "a") if critic is None else ("a", "no")
         raise CheckpointError(
             f"the checkpoint has {then} critic, and this run has {now}: algorithm.adv_estimator was "
-            f"{'gae' if then == 'a' else 'another one than gae'}; resume with the one that the run was started with"
+            f"{'gae' if then == 'a' else 'another one than gae'}. Resume with the one that the run was started with"
         )
     if critic is not None:
         critic.load_checkpoint(state["critic"], folder, "critic")

@@ -216,7 +216,7 @@ def test_log_probs_are_those_of_a_plain_pass(compiled, run_async, architecture, 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("architecture", "shape"), MODELS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(MODELS)])
 def test_one_call_has_the_bits_of_the_calls_by_layers(built, monkeypatch, architecture, shape, threads):
-    """Pieces, rows that decode, and only some logits wanted; a cache that grows between steps."""
+    """Pieces, rows that decode, and only some logits wanted, and a cache that grows."""
     monkeypatch.setattr(forward, "SMALL_WEIGHTS", 0)
     model, before = make_model(architecture, **{"initializer_range": 0.15, **shape}), torch.get_num_threads()
     for parameter in model.parameters():  # biases are zeros else

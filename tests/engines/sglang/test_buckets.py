@@ -31,7 +31,7 @@ def test_the_models_own_names_and_shapes_pass():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (tensors(extra=torch.zeros(1)), "the model has no weight 'extra'; it has a.weight, a.bias, norm.weight"),
+        (tensors(extra=torch.zeros(1)), "the model has no weight 'extra'. It has a.weight, a.bias, norm.weight"),
         (tensors(**{"a.bias": torch.zeros(5)}), r"'a.bias' has shape \(5,\), the model's has \(4,\)"),
         (tensors(**{"a.weight": torch.zeros(3, 4)}), r"'a.weight' has shape \(3, 4\)"),
         (tensors(**{"norm.weight": None}), "1 of 3 weights are missing: norm.weight"),

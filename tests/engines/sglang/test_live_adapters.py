@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from engine_models import request
-from live import EACH_VLLM_IN_RELEASE, ROUNDING, Lab, without_end, worst_difference
+from live import EACH_VLLM_IN_RELEASE, ROLLOUT, ROUNDING, Lab, metrics_of, without_end, words_of, worst_difference
+from ray_machines import disconnect
 
 from verl_mt.config.actor import ModelConfig
+from verl_mt.config.compose import compose
 from verl_mt.modeling.lora import add_adapters
+from verl_mt.trainer.build import build_trainer
 from verl_mt.workers.weight_sync import weight_update_for
 
 pytestmark = pytest.mark.parametrize("name", EACH_VLLM_IN_RELEASE)  # mark.sglang, mark.vllm
@@ -79,3 +82,31 @@ def test_each_update_is_the_adapter_and_what_the_engine_computes_is_the_policy(l
         assert run(differences(6))[0] < ROUNDING, "base and adapter came again"
     finally:
         run(engine.close())
+
+
+@pytest.mark.release
+@pytest.mark.ray
+def test_separate_engines_of_a_run_get_the_adapters_from_the_rank(tmp_path, monkeypatch, caplog, name):
+    disconnect()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    caplog.set_level("INFO", logger="verl_mt.start")
+    words = [
+        "trainer.placement=ray", ROLLOUT + "nnodes=1", ROLLOUT + "n_workers_per_node=1", "trainer.device=cpu",
+        f"actor_rollout_ref.model.lora_rank={RANK}", "actor_rollout_ref.actor.optim.lr=2e-3", "data.train_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "actor_rollout_ref.actor.skip_zero_advantage=False",
+        ROLLOUT + "n=4", "data.val_files=null", "data.train_max_samples=64", "trainer.total_training_steps=4",
+        "trainer.num_threads=1", "trainer.logger=[console]", "trainer.save_freq=-1", "trainer.export_at_end=False",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    trainer = build_trainer(compose([*words, *words_of(name)]))
+    try:
+        assert trainer.engine.capabilities.takes_adapters
+        trainer.fit()
+        assert trainer.weights.trainer_bytes == 0
+    finally:
+        trainer.close()
+    lines = metrics_of(tmp_path / "run")
+    assert "LoRA: engines get the adapters at each update, 0.3 MB" in caplog.messages
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "the fourth samples with the third update"
+    assert lines[0]["actor/grad_norm"] > 0, "later updates send other adapters than the base model's zeros"
+    assert max(line["rollout/logprob_diff_max"] for line in lines) <= ROUNDING

@@ -216,7 +216,7 @@ def assert_each_step_once(run: Path, num_steps: int) -> None:
         assert versions == {number}
 
 
-def losses(*every_commit: object, release: tuple[object, ...], vllm: object) -> list:
+def losses(*every_commit: object, release: tuple[object, ...], vllm: tuple[object, ...]) -> list:
     """(engine, loss). Each loss costs a minute: every commit gets one of each kind, a release all of them."""
     return [
         *(pytest.param("sglang", value, marks=SGLANG, id=f"sglang {name_of(value)}") for value in every_commit),
@@ -224,7 +224,7 @@ def losses(*every_commit: object, release: tuple[object, ...], vllm: object) -> 
             pytest.param("sglang", value, marks=(SGLANG, pytest.mark.release), id=f"sglang {name_of(value)}")
             for value in release
         ),
-        pytest.param("vllm", vllm, marks=VLLM, id=f"vllm {name_of(vllm)}"),
+        *(pytest.param("vllm", value, marks=VLLM, id=f"vllm {name_of(value)}") for value in vllm),
     ]
 
 
@@ -232,7 +232,7 @@ def name_of(loss: object) -> str:
     return " ".join(loss) if isinstance(loss, tuple) else str(loss)
 
 
-@pytest.mark.parametrize(("name", "phases"), losses(("sync",), release=(tuple(PHASES),), vllm=WITHOUT_MEMORY))
+@pytest.mark.parametrize(("name", "phases"), losses(("sync",), release=(tuple(PHASES),), vllm=(WITHOUT_MEMORY,)))
 def test_a_replica_that_is_killed_in_any_phase_comes_back_and_each_step_is_trained_once(
     trainer_of, tmp_path, name, phases
 ):
@@ -273,11 +273,14 @@ LOST = {
     "ranks": dict.fromkeys(PHASES, "rank"),
     "nodes": dict.fromkeys(PHASES, "node"),
     "ranks without memory": dict.fromkeys(WITHOUT_MEMORY, "rank"),
+    "nodes without memory": dict.fromkeys(WITHOUT_MEMORY, "node"),
 }
 """Who is lost in which phase, one after the other. The run that goes on by itself loses a machine in the rollout."""
 
 
-@pytest.mark.parametrize(("name", "plan"), losses(release=("both", "ranks", "nodes"), vllm="ranks without memory"))
+@pytest.mark.parametrize(
+    ("name", "plan"), losses(release=("both", "ranks", "nodes"), vllm=("ranks without memory", "nodes without memory"))
+)
 def test_a_run_that_loses_one_in_each_phase_goes_on_from_its_checkpoints(trainer_of, two_nodes, tmp_path, name, plan):
     """Memory is resumed in a step, where a rank is killed, and before a run goes on from its checkpoint, where the
     machine is lost."""
@@ -338,7 +341,7 @@ def lose_while_it_resumes(two_nodes: Nodes, make: Callable[[], PPOTrainer]) -> N
     two_nodes.bring_back()
 
 
-@pytest.mark.parametrize(("name", "who"), losses(release=("machine", "engine"), vllm="machine"))
+@pytest.mark.parametrize(("name", "who"), losses(release=("machine", "engine"), vllm=("machine",)))
 def test_a_run_that_loses_a_machine_or_every_life_of_an_engine_goes_on_by_itself(
     trainer_of, two_nodes, tmp_path, monkeypatch, capfd, name, who
 ):

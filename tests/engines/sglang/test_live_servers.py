@@ -144,6 +144,34 @@ def test_a_server_whose_update_broke_off_takes_the_next_one(attached_by, lab: La
         assert worst_difference(module, prompt, output) < ROUNDING
 
 
+@pytest.mark.release
+def test_a_weight_that_the_first_update_of_a_launched_server_leaves_out_is_an_error(lab: Lab, run):
+    """SGLang would sample with its random one."""
+    engine = lab.engine("launch_servers=1")
+    try:
+        assert run(engine.start_without_weights())
+        (replica,), left_out = engine._replicas, "model.layers.1.mlp.down_proj.weight"
+        sender, client = replica.sender, replica.serving
+        sender.shape = replace(sender.shape, weights={k: v for k, v in sender.shape.weights.items() if k != left_out})
+        weights = [(name, tensor) for name, tensor in LiveWeights(lab.module) if name != left_out]
+
+        async def update() -> None:
+            receiver = await sender.begin(client)
+            publisher, arguments = sender.publisher_for(client, receiver, here=True)
+            assert await sender.publish(publisher, arguments, TensorBuckets(0, weights), {client: receiver}) == [None]
+            await client.call("end_weight_update", {}, 60.0)
+
+        with pytest.raises(
+            EngineError, match=r"1 weights that no update sends, such as rank 0: .*layers\.1\.mlp\.down"
+        ):
+            run(update())
+        run(client.call("continue_generation", {}, 60.0))
+        run(client.call("begin_weight_update", {}, 60.0))
+        run(client.call("end_weight_update", {}, 60.0))  # later updates are not asked
+    finally:
+        run(engine.close())
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
 def test_weights_reach_a_server_over_the_network_and_by_files(attached_by, lab: Lab, run, transport, tmp_path):
     engine = attached_by(f"weight_transport={transport}")

@@ -37,7 +37,7 @@ def test_every_call_that_is_missing_is_named(kind, call, monkeypatch):
     manager = type("Manager", (), dict.fromkeys(CALLS))
     processes.require_calls("0.5.23", with_all, manager)
     for structs, methods in (([c for c in CLASSES if c != kind], CALLS), (CLASSES, [c for c in CALLS if c != call])):
-        with pytest.raises(ConfigError, match=f"SGLang 0.4.9, .* lacks the calls {call}; install 0.5.23"):
+        with pytest.raises(ConfigError, match=f"SGLang 0.4.9, .* lacks the calls {call}. Install 0.5.23"):
             processes.require_calls(
                 "0.4.9", SimpleNamespace(**dict.fromkeys(structs)), type("Manager", (), dict.fromkeys(methods))
             )
@@ -56,7 +56,7 @@ def test_what_a_call_does_not_take_any_more_is_named():
         kind = processes._INPUT_CLASSES[name]
         left = {**kinds, kind: takes(*parts[:-1])}
         with pytest.raises(
-            ConfigError, match=rf"SGLang 9\.0, .* lacks the calls {name}\({parts[-1]}=\); install 0\.5\.23"
+            ConfigError, match=rf"SGLang 9\.0, .* lacks the calls {name}\({parts[-1]}=\). Install 0\.5\.23"
         ):
             processes.require_calls("9.0", SimpleNamespace(**left), manager)
 

@@ -124,7 +124,7 @@ def test_random_weights_are_refused_but_in_a_server_that_is_sent_its_weights_bef
 
 def test_something_that_is_no_sglang_server_or_wants_a_key_is_refused(tmp_path):
     wanted = folder(tmp_path, "a")
-    with pytest.raises(ConfigError, match=r"answers with status 404; is that SGLang 0\.5\.23"):
+    with pytest.raises(ConfigError, match=r"answers with status 404. Is that SGLang 0\.5\.23"):
         ask(wanted, {}, status=404)
     with pytest.raises(ConfigError, match="SGLANG_API_KEY"):
         ask(wanted, {}, status=401)

@@ -105,7 +105,7 @@ def test_arguments_at_their_defaults_and_those_of_speed_pass():
 
 def test_log_probs_before_the_temperature_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "True")
-    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*unset it"):
+    with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB is set.*Unset it"):
         options_of()
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "0")
     options_of()
@@ -164,6 +164,17 @@ def test_engine_kwargs_are_passed_as_they_are_except_what_other_keys_decide():
     assert {"max_total_tokens": 99, "schedule_policy": "lpm"}.items() <= options.engine_arguments().items()
     with pytest.raises(ConfigError, match="engine_kwargs: dtype, model_path come from other keys"):
         options_of(engine_kwargs={"model_path": "x", "dtype": "float16"})
+    with pytest.raises(
+        ConfigError, match="enable_lora, lora_target_modules, max_lora_rank, max_loras_per_batch come fr"
+    ):
+        options_of(
+            engine_kwargs={
+                "max_lora_rank": 8,
+                "lora_target_modules": ["all"],
+                "max_loras_per_batch": 1,
+                "enable_lora": True,
+            }
+        )
     with pytest.raises(ConfigError, match="max_model_len"):
         options_of(max_model_len=None)
 
@@ -204,7 +215,7 @@ def test_launched_servers_have_gpus_of_their_own_and_more_than_there_are_is_refu
     ("overrides", "message"),
     [
         (["servers=[host:1]"], "'host:1' is no URL"),
-        (["servers=[http://a:1,http://b:1,http://a:1/]"], "servers names http://a:1 2 times: .*name it once"),
+        (["servers=[http://a:1,http://b:1,http://a:1/]"], "servers names http://a:1 2 times: .*Name it once"),
         (["servers=[http://h:1]", "launch_servers=2"], "placement=servers and .*launch_servers contradict"),
         (["servers=[http://h:1]", "tensor_model_parallel_size=2"], "set the options of those"),
         (["servers=[http://h:1]", "gpu_memory_utilization=0.9"], "set the options of those"),

@@ -44,7 +44,7 @@ def check(*words: str) -> None:
         (["trainer.deterministic=True"], "trainer.deterministic needs rollout.name=local"),
         (
             [ROLLOUT + "servers=[http://a:1]", ROLLOUT + "weight_transport=tensors"],
-            "weight_transport=tensors: http://a:1 cannot open this machine's memory; use broadcast or disk",
+            "weight_transport=tensors: http://a:1 cannot open this machine's memory. Use broadcast or disk",
         ),
         (
             [ROLLOUT + "servers=[http://localhost:1]", "trainer.placement=ray", "trainer.nnodes=2"],
@@ -53,6 +53,13 @@ def check(*words: str) -> None:
         ([ROLLOUT + "temperature=2.5"], r"rollout.temperature=2.5: vLLM takes at most 2\."),
         ([ROLLOUT + "val_kwargs.temperature=3"], r"val_kwargs.temperature=3.*: vLLM takes at most 2\."),
         ([ROLLOUT + "engine_kwargs={max_model_len: 9}"], "max_model_len come from other keys"),
+        (
+            [
+                ROLLOUT
+                + "engine_kwargs={enable_lora: true, max_lora_rank: 8, max_loras: 1, lora_target_modules: [q_proj]}"
+            ],
+            "enable_lora, lora_target_modules, max_lora_rank, max_loras come from other keys",
+        ),
         (
             [ROLLOUT + "engine_kwargs={quantization: fp8}"],
             "quantization=fp8: .* rounded weights .* Remove quantization",

@@ -90,5 +90,5 @@ def test_a_row_with_audio_is_refused_by_name(tmp_path):
     file = tmp_path / "rows.jsonl"
     row = {"prompt": "q", "data_source": "x", "ground_truth": "y", "audios": ["a.wav"]}
     file.write_text(json.dumps(row) + "\n")
-    with pytest.raises(DataError, match=r"rows.jsonl, row 1: column audios holds 1 items; audio is not offered"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1: column audios holds 1 items. Audio is not offered"):
         load_rows(str(file), split="train")

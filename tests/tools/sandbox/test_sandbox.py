@@ -437,7 +437,7 @@ def test_wrong_settings_are_named(tmp_path):
     old = tmp_path / "python"
     old.write_text("#!/bin/sh\necho '[[3, 8], 1, 2, 3, 4, 5, 6, 7, 8]'\n")
     old.chmod(0o700)
-    with pytest.raises(PluginError, match=r"is Python 3\.8; 3\.9 or newer is needed"):
+    with pytest.raises(PluginError, match=r"is Python 3\.8, but 3\.9 or newer is needed"):
         Sandbox(python=str(old))
     with pytest.raises(PluginError, match="python: '/no/python' does not start"):
         Sandbox(python="/no/python")

@@ -128,7 +128,7 @@ def test_a_cluster_that_is_too_small_is_refused_before_anything_starts(cluster, 
     for placement, wanted in (
         (
             Placement("ray", nnodes=2),
-            r"trainer\.nnodes=2 .* 2 machine\(s\) with 1 CPUs each; the Ray cluster has: 4 CPUs",
+            r"trainer\.nnodes=2 .* 2 machine\(s\) with 1 CPUs each. The Ray cluster has: 4 CPUs",
         ),
         (Placement("ray", n_workers_per_node=9), r"1 machine\(s\) with 9 CPUs each"),
     ):

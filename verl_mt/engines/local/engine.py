@@ -70,7 +70,7 @@ class LocalEngine(InferenceEngine):
             if cls is not LocalEngine:
                 raise ConfigError(
                     f"actor_rollout_ref.rollout.name={rollout.name}: {type(module).__name__} takes images, which "
-                    f"{cls.__name__} cannot sample from, it derives from LocalEngine; derive from "
+                    f"{cls.__name__} cannot sample from, it derives from LocalEngine. Derive from "
                     "verl_mt.engines.local.vision.LocalVisionEngine"
                 )
             engine: InferenceEngine = extension_function("media_engine").from_setup(setup)
@@ -102,7 +102,7 @@ class LocalEngine(InferenceEngine):
         if max_model_len is None:
             raise ConfigError("max_model_len is not set, and the model's config has no max_position_embeddings: set it")
         if longest is not None and max_model_len > longest:
-            raise ConfigError(f"max_model_len={max_model_len} is more than the model's {longest} positions; lower it")
+            raise ConfigError(f"max_model_len={max_model_len} is more than the model's {longest} positions. Lower it")
         forward = options.forward(module, max_model_len)
         ends = tuple(end_token_ids)
         if any(not 0 <= token < forward.vocab_size for token in ends):
@@ -164,7 +164,7 @@ class LocalEngine(InferenceEngine):
                 self._batcher.drop_cache()
 
         if mode not in ("abort", "in_place", "retract"):
-            raise EngineError(f"pause: unknown mode {mode!r}; expected abort, in_place or retract")
+            raise EngineError(f"pause: unknown mode {mode!r}. Expected abort, in_place or retract")
         await self._command(act)
 
     async def resume(self) -> None:

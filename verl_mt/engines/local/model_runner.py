@@ -379,7 +379,7 @@ def slot_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise EngineError(
-                f"{type(module).__name__} uses {name!r} in its attention; the local engine has no such term"
+                f"{type(module).__name__} uses {name!r} in its attention. The local engine has no such term"
             )
     return step.attend(module.layer_idx, query, (key, value), kwargs.get("scaling")), None  # type: ignore[arg-type]
 
@@ -509,7 +509,7 @@ def check_architecture(module: torch.nn.Module, max_model_len: int) -> None:
     if other or (window is not None and window < max_model_len):
         what = f"layers of type {', '.join(sorted(other))}" if other else f"a sliding window of {window} tokens"
         raise ConfigError(
-            f"{name} has {what}; the local engine has full attention only, for max_model_len={max_model_len}{remedy}"
+            f"{name} has {what}. The local engine has full attention only, for max_model_len={max_model_len}{remedy}"
         )
 
 

@@ -28,7 +28,7 @@ def _problems(config: Config) -> Iterator[str]:
     if factor > (most := max(1, ahead) + 1):
         yield (
             f"data.over_sample={factor:g}: with trainer.max_staleness={trainer.max_staleness} only up to {most} "
-            f"batches in flight can all be trained in time; set {most} or less"
+            f"batches in flight can all be trained in time. Set {most} or less"
         )
 
 

@@ -28,11 +28,11 @@ class RolloutKeys(Section):
     num_workers: int | None = option(
         None,
         "Processes that drive the conversations (tools, parsing, tokenization, rewards) instead of the trainer's own. "
-        "0 = that one does; null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
+        "0 = that one does. null = one for every eight replicas of the engine with trainer.placement=ray, else 0.",
         min=0,
     )
     tensor_model_parallel_size: int = option(
-        1, "Ranks of one engine; on Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
+        1, "Ranks of one engine. On Ray it divides n_workers_per_node.", min=1, when=_STARTED_HERE
     )
     gpu_memory_utilization: float = option(
         0.5,
@@ -44,8 +44,8 @@ class RolloutKeys(Section):
     free_cache_engine: bool = option(True, "Release the KV cache while training.", when=OTHER_ENGINE)
     placement: str | None = option(
         None,
-        "Where engines live: colocated = beside the ranks of training, on their devices; separate = on `nnodes` x "
-        "`n_workers_per_node` other devices, placed by Ray; servers = those in `servers`; null = servers where you "
+        "Where engines live: colocated = beside the ranks of training, on their devices. separate = on `nnodes` x "
+        "`n_workers_per_node` other devices, placed by Ray. servers = those in `servers`. null = servers where you "
         "name some, separate with `nnodes`, else colocated.",
         choices=(None, "colocated", "separate", "servers"),
         when=OTHER_ENGINE,
@@ -58,13 +58,13 @@ class RolloutKeys(Section):
     )
     # verl's configurations give both to every run.
     nnodes: int = option(
-        0, "Machines of separate engines; 0 = there are none.", min=0, when=_STARTED_HERE, allow_unused=True
+        0, "Machines of separate engines. 0 = there are none.", min=0, when=_STARTED_HERE, allow_unused=True
     )
     n_workers_per_node: int = option(
         1, "Devices of separate engines on each machine.", min=1, when=is_set(f"{ROLLOUT}.nnodes"), allow_unused=True
     )
     servers: list[str] = option(
-        [], "URLs of servers that are running already; none = the run starts its engines.", when=OTHER_ENGINE
+        [], "URLs of servers that are running already. none = the run starts its engines.", when=OTHER_ENGINE
     )
     launch_servers: int = option(
         0,
@@ -75,9 +75,9 @@ class RolloutKeys(Section):
     )
     weight_transport: str = option(
         "auto",
-        "How new weights travel: tensors = memory shared on one machine (on GPUs their own); copy = the same, always "
-        "through main memory; broadcast = over the network (gloo, or NCCL between GPUs); disk = files in "
-        "`weight_sync_dir`; auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
+        "How new weights travel: tensors = memory shared on one machine (on GPUs their own). copy = the same, always "
+        "through main memory. broadcast = over the network (gloo, or NCCL between GPUs). disk = files in "
+        "`weight_sync_dir`. auto = tensors to engines beside the ranks and on this machine, broadcast to others.",
         choices=("auto", "tensors", "copy", "broadcast", "disk"),
         when=OTHER_ENGINE,
     )
@@ -85,7 +85,7 @@ class RolloutKeys(Section):
     lora_updates: str = option(
         "auto",
         "What engines get of a policy with low-rank adapters at each update: adapters = A and B alone, beside base "
-        "weights that the engine reads once; merged = all weights, W + s B A; auto = adapters where the engine takes "
+        "weights that the engine reads once. merged = all weights, W + s B A. auto = adapters where the engine takes "
         "them.",
         choices=("auto", "adapters", "merged"),
         when=OTHER_ENGINE & is_set("actor_rollout_ref.model.lora_rank"),
@@ -144,12 +144,12 @@ def _problems_of_workers(config: Config) -> Iterator[str]:
     if rollout.mode == "sync":
         yield (
             f"{asked} with {ROLLOUT}.mode=sync: conversations of several processes cannot take their turns in "
-            "lock-step; use mode=async, or num_workers=0"
+            "lock-step. Use mode=async, or num_workers=0"
         )
     if limit is not None and limit < count:
         yield (
-            f"{asked} with {ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least; "
-            "raise it, or have fewer workers"
+            f"{asked} with {ROLLOUT}.max_concurrent={limit}: each worker needs one conversation of them at least. "
+            "Raise it, or have fewer workers"
         )
 
 
@@ -157,18 +157,18 @@ def _problems_of_engines(config: Config) -> Iterator[str]:
     keys = keys_of(config.actor_rollout_ref.rollout)
     for url in keys.servers:
         if not url.startswith(("http://", "https://")):
-            yield f"{ROLLOUT}.servers: {url!r} is no URL; write http://host:port"
+            yield f"{ROLLOUT}.servers: {url!r} is no URL. Write http://host:port"
     urls = [url.rstrip("/") for url in keys.servers]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield f"{ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica; name it once"
+        yield f"{ROLLOUT}.servers names {url} {urls.count(url)} times: one server is one replica. Name it once"
     way, folder = keys.weight_transport, config.actor_rollout_ref.rollout.weight_sync_dir
     if folder is not None and way != "disk":
         disk = only(f"{ROLLOUT}.weight_transport", "disk")
         yield no_effect({f"{ROLLOUT}.weight_sync_dir": folder}, disk, partial(value_of, config))
     if way == "broadcast" and keys.placed == "colocated":
-        yield f"{ROLLOUT}.weight_transport=broadcast needs servers; the colocated engine shares memory: use tensors"
+        yield f"{ROLLOUT}.weight_transport=broadcast needs servers. The colocated engine shares memory: use tensors"
     if way in ("tensors", "copy") and keys.devices_apart and config.trainer.placement == "ray":
-        yield f"{ROLLOUT}.weight_transport={way} is for engines beside the ranks; separate ones get a broadcast"
+        yield f"{ROLLOUT}.weight_transport={way} is for engines beside the ranks. Separate ones get a broadcast"
 
 
 def _problems_of_placement(rollout: RolloutKeys, trainer: TrainerConfig) -> Iterator[str]:

@@ -77,13 +77,13 @@ class DebugData:
         path = self._file(rollout_id)
         if not path.is_file():
             raise DataError(
-                f"trainer.debug_rollout_data: no file {path} for rollout {rollout_id}; a run of fewer steps was "
+                f"trainer.debug_rollout_data: no file {path} for rollout {rollout_id}. A run of fewer steps was "
                 "saved there, or trainer.total_training_steps is too large"
             )
         content = torch.load(path, weights_only=True)
         if not isinstance(content, dict) or "trajectories" not in content:
             raise DataError(
-                f"trainer.debug_rollout_data: {path} has no trajectories; it was not written by trainer.debug_mode=save"
+                f"trainer.debug_rollout_data: {path} has no trajectories. It was not written by trainer.debug_mode=save"
             )
         trajectories = _trajectories(content["trajectories"], path)
         samples = [Sample.from_dict(dict(sample)) for sample in content["samples"]]
@@ -95,7 +95,7 @@ class DebugData:
         file = rows_of_step(run, step)
         if file is None:
             raise DataError(
-                f"trainer.debug_rollout_data: {run} has no rollout rows of step {step}; it is a run of fewer steps, or "
+                f"trainer.debug_rollout_data: {run} has no rollout rows of step {step}. It is a run of fewer steps, or "
                 "trainer.total_training_steps is too large"
             )
         return _groups(_trajectories(read_rows(file.path), file.path))
@@ -117,7 +117,7 @@ def _trajectories(rows: Iterable[dict[str, Any]], path: Path) -> list[Trajectory
     if shown is not None:
         raise DataError(
             f"trainer.debug_rollout_data: {path}, trajectory {shown}: it holds images, whose tensors are not "
-            "saved; trainer.debug_mode=train_only is for text"
+            "saved. trainer.debug_mode=train_only is for text"
         )
     return trajectories
 
@@ -134,7 +134,7 @@ def _take_edits(trajectories: Sequence[Trajectory], samples: Sequence[Sample], p
                 continue
             if sample.tokens != record.token_ids:
                 raise DataError(
-                    f"{where}: tokens differ from what was sampled; only reward and loss_mask may be edited"
+                    f"{where}: tokens differ from what was sampled. Only reward and loss_mask may be edited"
                 )
             if sample.loss_mask is not None and sample.loss_mask != record.loss_mask[start:]:
                 mask = [0] * start + list(sample.loss_mask)

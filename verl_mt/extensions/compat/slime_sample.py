@@ -77,27 +77,27 @@ class PrefixCache(_Counts):
 
 @dataclass
 class Sample:
-    """One prompt and its result. Further attributes may be set; `to_dict` and `from_dict` keep them."""
+    """One prompt and its result. Further attributes may be set. `to_dict` and `from_dict` keep them."""
 
     Status = _Status
     SpecInfo = Speculation
     PrefixCacheInfo = PrefixCache
 
     group_index: int | None = None
-    """Number of the prompt in its batch; the samples of one prompt share it."""
+    """Number of the prompt in its batch. The samples of one prompt share it."""
     index: int | None = None
     """Number of the sample in its batch."""
     prompt: str | list[dict[str, Any]] = ""
-    """The rendered prompt; with `data.apply_chat_template=False` the data set's column as it is."""
+    """The rendered prompt. With `data.apply_chat_template=False` the data set's column as it is."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt and response; after the generate function exactly what the engine saw and sampled."""
+    """Prompt and response. After the generate function exactly what the engine saw and sampled."""
     response: str = ""
     response_length: int = 0
     """Tokens after the prompt, observations included."""
     label: Any = None
     """The data set's label column (`data.label_key`), else the ground truth."""
     reward: float | dict[str, Any] | None = None
-    """Set by a generate function that scores its own samples; the reward function is not asked then."""
+    """Set by a generate function that scores its own samples. The reward function is not asked then."""
     loss_mask: list[int] | None = None
     """Of the response: 1 = trained. None = every token that the engine sampled."""
     rollout_log_probs: list[float] | None = None
@@ -112,14 +112,14 @@ class Sample:
     session_id: str | None = None
     """The trajectory's id."""
     rollout_id: int | None = None
-    """The execution that it came from: Samples of a batch that share it weigh in the loss as one. None = its own; after
+    """The execution that it came from: Samples of a batch that share it weigh in the loss as one. None = its own. After
     the generate function it is the sample's `index` then."""
     train_metadata: dict[str, Any] | None = None
     """Kept with the sample, not read by training."""
     multimodal_inputs: dict[str, Any] | None = None
     multimodal_train_inputs: dict[str, Any] | None = None
     generate_function_path: str | None = None
-    """Kept with the sample; the run has one generate function."""
+    """Kept with the sample. The run has one generate function."""
     non_generation_time: float = 0.0
     """Seconds that the function spent outside of the engine, as it says itself."""
     spec_info: Speculation = field(default_factory=Speculation)
@@ -162,11 +162,11 @@ class Sample:
         The three lists grow in place: a function may hold one of them under a name of its own.
 
         Args:
-            args: of the generate function; not needed.
+            args: of the generate function. Not needed.
             tokens: ids. `sample.tokens` must hold the prompt's before the first call.
-            log_probs: the engine's, one per token, for tokens that it sampled; None (or zeros) for others.
-            trainable: True = sampled, in the loss; False = text of a tool or an environment.
-            meta_info: of the engine's reply; sets status and counts.
+            log_probs: the engine's, one per token, for tokens that it sampled. None (or zeros) for others.
+            trainable: True = sampled, in the loss. False = text of a tool or an environment.
+            meta_info: of the engine's reply. Sets status and counts.
             text: appended to `response`.
             update_terminal_info: False leaves status and counts as they are.
 
@@ -179,11 +179,11 @@ class Sample:
             raise ValueError(f"append_response_tokens: {len(known)} log_probs for {len(ids)} tokens")
         if ids and trainable and known is None:
             raise ValueError(
-                "append_response_tokens: sampled tokens need log_probs; take both from meta_info.output_token_logprobs "
+                "append_response_tokens: sampled tokens need log_probs. Take both from meta_info.output_token_logprobs "
                 "(return_logprob: True), or say trainable=False"
             )
         if ids and not trainable and any(known or ()):
-            raise ValueError("append_response_tokens: tokens that are not trainable have no log_probs; leave them out")
+            raise ValueError("append_response_tokens: tokens that are not trainable have no log_probs. Leave them out")
         if ids:
             if self.loss_mask is None:
                 self.loss_mask = [1] * self.response_length
@@ -216,7 +216,7 @@ class Sample:
         self.status = kinds.get(str(reason), self.status)
 
     def check_types(self) -> None:
-        """Verify what a generate function set; arrays become lists, and a status may be its value.
+        """Verify what a generate function set. Arrays become lists, and a status may be its value.
 
         Raises:
             LedgerError: names the field, what was expected and what was got.
@@ -255,17 +255,17 @@ class Sample:
             column = getattr(self, name)
             if column is not None and len(column) != n:
                 raise LedgerError(
-                    f"sample.{name} has {len(column)} entries, but response_length is {n}; one entry per response token"
+                    f"sample.{name} has {len(column)} entries, but response_length is {n}. One entry per response token"
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field and every further attribute; the status by its value."""
+        """Every field and every further attribute. The status by its value."""
         counts = {"spec_info": self.spec_info.to_dict(), "prefix_cache_info": self.prefix_cache_info.to_dict()}
         return {**vars(self), "status": plain(self.status), **counts}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Back from `to_dict`; keys that are no fields become attributes.
+        """Back from `to_dict`. Keys that are no fields become attributes.
 
         Raises:
             LedgerError: a status that does not exist.
@@ -389,4 +389,4 @@ def check_unsupported(sample: Sample) -> None:
     for name in unused:
         value = getattr(sample, name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
-            raise LedgerError(f"sample.{name} is set, but training does not use it; leave it None")
+            raise LedgerError(f"sample.{name} is set, but training does not use it. Leave it None")

@@ -39,7 +39,7 @@ _TRAINING = {
 
 
 def sgemm() -> int | None:
-    """The address of the product of matrices that torch's operators call in float32; None if torch hides it."""
+    """The address of the product of matrices that torch's operators call in float32. None if torch hides it."""
     if not torch.backends.mkl.is_available():
         return None
     try:
@@ -50,7 +50,7 @@ def sgemm() -> int | None:
 
 def _require_compiled(failed: int, dim: int) -> None:
     if failed:
-        raise ValueError(f"head dimension {dim} is not compiled; there is {HEAD_DIMS}")
+        raise ValueError(f"head dimension {dim} is not compiled. There is {HEAD_DIMS}")
 
 
 @dataclass

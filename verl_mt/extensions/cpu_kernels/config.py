@@ -15,8 +15,8 @@ class RolloutKeys(Section):
     kernels: str = option(
         "auto",
         "What the local engine, and the update of the model that it samples from, compute with on a CPU: torch = "
-        "torch's operators; compiled = kernels that are compiled once on this machine (docs/cpu_kernels.md), an error "
-        "where they cannot be used; auto = compiled where possible, and torch in deterministic runs.",
+        "torch's operators. compiled = kernels that are compiled once on this machine (docs/cpu_kernels.md), an error "
+        "where they cannot be used. auto = compiled where possible, and torch in deterministic runs.",
         choices=("auto", "torch", "compiled"),
         when=only("actor_rollout_ref.rollout.name", "local"),
     )

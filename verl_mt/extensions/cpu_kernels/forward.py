@@ -167,7 +167,7 @@ class CompiledForward(PackedForward):
         self._decoder = self._table()
 
     def _table(self) -> np.ndarray | None:
-        """`Decoder` of `kernels.cpp`, for a step in one call; None if torch's products are called from here."""
+        """`Decoder` of `kernels.cpp`, for a step in one call. None if torch's products are called from here."""
         product = sgemm() if self._embedding.dtype == torch.float32 else None
         if product is None:
             return None
@@ -222,7 +222,7 @@ class CompiledForward(PackedForward):
     def _by_layers(
         self, x: torch.Tensor, kv: list[tuple[torch.Tensor, torch.Tensor]], places: Places, wanted: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [W, V] of embedded tokens `x` [N, C], with torch's products; one call for each part of a layer."""
+        """Logits [W, V] of embedded tokens `x` [N, C], with torch's products and one call for each part of a layer."""
         library = self._library
         # The default dtype is the process's: user code may change it meanwhile, and the kernels write float32.
         q = torch.empty(x.shape[0], self._heads, self._dim, dtype=torch.float32)

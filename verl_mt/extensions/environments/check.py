@@ -363,7 +363,8 @@ def _closing(subject: Subject) -> Iterator[Line]:
 
 def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = False, cancelled: bool = False) -> Any:
     """Number of calls of `close`, and the error that it raised. Runs in a child process and changes the class there."""
-    calls, hold, cls = [], threading.Event(), kind.cls
+    calls, cls = [], kind.cls
+    entered, hold = threading.Event(), threading.Event()
     close, reset = cls.close, cls.reset  # type: ignore[attr-defined]
 
     def counted(self: Any) -> Any:
@@ -373,6 +374,7 @@ def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = Fa
     def broken(self: Any, *args: Any, **row: Any) -> Any:
         if fails:
             raise RuntimeError("env check: this reset fails")
+        entered.set()
         hold.wait(5)
         return reset(self, *args, **row)
 
@@ -382,9 +384,9 @@ def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = Fa
         cls.reset = broken  # type: ignore[method-assign]
     kind = replace(kind, timeout_s=_SHORT_S) if hangs and not cancelled else kind
 
-    async def run() -> str:
-        session = ProbedSession(kind, "close")
+    session = ProbedSession(kind, "close")
 
+    async def run() -> str:
         async def episode() -> None:
             try:
                 await session.start(script.row)
@@ -395,7 +397,8 @@ def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = Fa
 
         task = asyncio.create_task(episode())
         if cancelled:
-            await asyncio.sleep(_SHORT_S)
+            while not (entered.is_set() or task.done()):
+                await asyncio.sleep(0.01)
             task.cancel()
             hold.set()
         try:
@@ -413,7 +416,8 @@ def _closes(kind: Kind, script: Script, *, fails: bool = False, hangs: bool = Fa
         return ""
 
     problem = asyncio.run(run())
-    return len(calls), problem
+    never_made = session.environment is None  # within the short deadline
+    return 1 if never_made else len(calls), problem
 
 
 def _facts(subject: Subject) -> Iterator[Line]:

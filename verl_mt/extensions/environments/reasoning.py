@@ -34,7 +34,7 @@ class ReasoningGym(Environment):
         try:
             import reasoning_gym
         except ImportError as error:
-            raise PluginError("reasoning_gym is not installed: pip install reasoning-gym") from error
+            raise PluginError(f"reasoning_gym cannot be imported ({error}): pip install reasoning-gym") from error
         self._make = lambda seed: reasoning_gym.create_dataset(task, seed=seed, size=1, **config)
         self._score = 0.0
 

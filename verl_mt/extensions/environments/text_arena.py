@@ -21,7 +21,7 @@ class TextArena(Environment):
         try:
             import textarena
         except ImportError as error:
-            raise PluginError("textarena is not installed: pip install textarena") from error
+            raise PluginError(f"textarena cannot be imported ({error}): pip install textarena") from error
         # The raw variant gives what is new; the others repeat the whole game in every turn.
         self._env = textarena.make(f"{game}-raw", **config)
         self._actions = textarena.ObservationType.PLAYER_ACTION

@@ -32,7 +32,7 @@ def attend_in_one_call(model: Any, device: torch.device) -> None:
         ConfigError: not on CUDA; the kernel is there for no other device.
     """
     if device.type != "cuda":
-        raise ConfigError(f"{_KEY}=True needs trainer.device=cuda; found {device.type}. Remove {_KEY}")
+        raise ConfigError(f"{_KEY}=True needs trainer.device=cuda. Found {device.type}. Remove {_KEY}")
     decoder_of(model).config._attn_implementation = NAME
 
 

@@ -36,7 +36,7 @@ class ActorKeys(Section):
     )
     entropy_metric: bool = option(
         True,
-        "Log actor/entropy, which costs another pass over the logits; rollout/entropy is free and stays.",
+        "Log actor/entropy, which costs another pass over the logits. rollout/entropy is free and stays.",
         when=only(f"{ACTOR}.entropy_coeff", 0.0),
     )
 
@@ -66,7 +66,7 @@ class ModelKeys(Section):
 
     recompute: str = option(
         "layers",
-        "What gradient checkpointing recomputes: layers = all of a layer; elementwise = norms, rotary embeddings and "
+        "What gradient checkpointing recomputes: layers = all of a layer. elementwise = norms, rotary embeddings and "
         "activations, so that matrix products and attention run once and their results stay in memory.",
         choices=("layers", "elementwise"),
         when=switched_on(f"{MODEL}.enable_gradient_checkpointing"),

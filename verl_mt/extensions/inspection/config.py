@@ -19,12 +19,12 @@ class GuardThresholds(Section):
     window: int = option(3, "Steps whose mean is compared.", min=1)
     tool_use_drop: float | None = option(0.3, "Fall of tools/use_rate.", min=0, max=1)
     turns_drop: float | None = option(
-        0.3, "Fall of turns/mean as a share of it; only if the reward has not risen.", min=0
+        0.3, "Fall of turns/mean as a share of it, only if the reward has not risen.", min=0
     )
-    turns_rise: float | None = option(0.5, "Its rise as a share of it; only if the reward has not risen.", min=0)
+    turns_rise: float | None = option(0.5, "Its rise as a share of it, only if the reward has not risen.", min=0)
     entropy_rise: float | None = option(2.0, "rollout/entropy, in times its lowest (and 0.1 above it).", min=1)
     entropy_drop: float | None = option(
-        0.2, "rollout/entropy as a share of its highest; only if the reward has not risen.", min=0, max=1
+        0.2, "rollout/entropy as a share of its highest, only if the reward has not risen.", min=0, max=1
     )
     flat_groups: float | None = option(
         0.9, "group/zero_variance, 0.3 above its lowest, where groups are not solved.", min=0, max=1
@@ -52,15 +52,15 @@ class TrainerKeys(Section):
     collapse_guard: Any = option(
         "warn",
         "What to do when entropy, tool use, turns, truncation, zero-variance groups, reward or the KL to the sampler "
-        "say that the run collapses (docs/diagnostics.md): warn; stop = end with a bundle and exit status 3; "
-        "rollback = back to the last good checkpoint, at most twice; off.",
+        "say that the run collapses (docs/diagnostics.md): warn. stop = end with a bundle and exit status 3. "
+        "rollback = back to the last good checkpoint, at most twice. off.",
         choices=("off", "warn", "stop", "rollback"),
         also={False: "off"},
         may_change=True,
     )
     collapse_guard_thresholds: dict[str, Any] = option(
         {},
-        "Its thresholds where they differ from the defaults; null switches a sign off.",
+        "Its thresholds where they differ from the defaults. null switches a sign off.",
         options=GuardThresholds,
         when=is_set("trainer.collapse_guard"),
         may_change=True,

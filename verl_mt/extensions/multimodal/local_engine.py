@@ -73,7 +73,7 @@ class LocalVisionEngine(InferenceEngine):
     ):
         if not hasattr(module.base_model, "get_rope_index"):
             raise ConfigError(
-                f"{type(module).__name__}: the local engine serves vision models of the Qwen2-VL family; use another "
+                f"{type(module).__name__}: the local engine serves vision models of the Qwen2-VL family. Use another "
                 "model, or a text model"
             )
         config = module.config.get_text_config()

@@ -49,7 +49,7 @@ class Fipo(PolicyLoss):
     fipo_weight_high: float = option(1.2, "FIPO: largest weight of a token.", min=1)
     fipo_safety_ratio: float = option(
         4.0,
-        "FIPO: above it a token of negative advantage weighs at most 1; 0 = off. Unused from `clip_ratio_c` on, where "
+        "FIPO: above it a token of negative advantage weighs at most 1. 0 = off. Unused from `clip_ratio_c` on, where "
         "the dual clip leaves such a token no gradient.",
     )
 
@@ -58,7 +58,7 @@ class Fipo(PolicyLoss):
         if given and dual is not None and given >= dual:
             raise ConfigError(
                 f"{KEY}.fipo_safety_ratio ({given}) is not below clip_ratio_c ({dual}): the dual clip leaves a token "
-                "of negative advantage no gradient above its bound, so that no weight is held; lower "
+                "of negative advantage no gradient above its bound, so that no weight is held. Lower "
                 "fipo_safety_ratio, raise clip_ratio_c, or set clip_ratio_c=null"
             )
 
@@ -72,7 +72,7 @@ class Real(PolicyLoss):
     depends_on = "trajectory"
     beside_advantage = True  # an advantage of 0 is a negative sample
 
-    real_tau: float = option(0.5, "REAL: temperature of the scores; slopes are at most its inverse.", min=1e-6)
+    real_tau: float = option(0.5, "REAL: temperature of the scores. Slopes are at most its inverse.", min=1e-6)
 
     def over_mini_batch(self, whole: WholeMiniBatch, *, clip_low: float, clip_high: float) -> dict[str, Tensor]:
         from verl_mt.extensions.rare_losses.contrast import group_contrast

@@ -90,7 +90,7 @@ def load_demonstrations(
                 if "records" in row:
                     trajectory = _sampled(row, chat, min_reward)
                 elif min_reward is not None:
-                    raise DataError("--min-reward needs rollouts; this is a conversation, which has no reward")
+                    raise DataError("--min-reward needs rollouts. This is a conversation, which has no reward")
                 else:
                     trajectory = _said(row, chat, system, shown)
             except VerlMTError as error:
@@ -116,7 +116,7 @@ def _files_of(source: Path, key: str) -> list[Path]:
         return [source]
     files = [file.path for file in row_files.row_files(source) if file.split == "train"]
     if not files:
-        raise DataError(f"{key}: {source / row_files.FOLDER} holds no step_*; the run has written no rollouts yet")
+        raise DataError(f"{key}: {source / row_files.FOLDER} holds no step_*. The run has written no rollouts yet")
     return files
 
 
@@ -195,7 +195,7 @@ def _said(
     """A conversation as a rollout would have recorded it."""
     messages = row.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise DataError(f"neither a rollout nor a conversation: no list `messages`; it has {', '.join(row)}")
+        raise DataError(f"neither a rollout nor a conversation: no list `messages`. It has {', '.join(row)}")
     messages = begun_by_system(messages, system)
     record = demonstration(chat, messages, tools)
     if not any(record.loss_mask):
@@ -216,5 +216,5 @@ def _check_same_tokenizer(trajectory: Trajectory, chat: ChatTemplate) -> None:
     if text != trajectory.turn_texts[0]:
         raise DataError(
             f"this rollout was sampled with another tokenizer: its first turn is {trajectory.turn_texts[0][:60]!r}, "
-            f"and its ids spell {text[:60]!r} here; train the model that the run trained, or one of its family"
+            f"and its ids spell {text[:60]!r} here. Train the model that the run trained, or one of its family"
         )

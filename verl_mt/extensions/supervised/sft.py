@@ -232,7 +232,7 @@ def _refuse_unread(keys: Mapping[str, str], read: tuple[str, ...]) -> None:
         return
     without = " without rollouts (data.val_files)" if all(key.startswith(_READ_BY_ROLLOUTS) for key in idle) else ""
     raise ConfigError(
-        f"supervised training{without} reads no {', '.join(idle.values())}; it reads "
+        f"supervised training{without} reads no {', '.join(idle.values())}. It reads "
         f"{', '.join(key.rstrip('._') for key in read)}"
     )
 

@@ -97,7 +97,7 @@ def _build(config: Config, plan: Plan, undo: ExitStack) -> SupervisedTrainer:
     with ExitStack() as mistake:
         mistake.callback(run.abandon)
         if plan.out is not None and run.path != plan.out:
-            raise CheckpointError(f"--out: {plan.out} is in use by another process; name a new folder")
+            raise CheckpointError(f"--out: {plan.out} is in use by another process. Name a new folder")
         store = checkpoint.CheckpointStore(run.path / "checkpoints", config.trainer.max_actor_ckpt_to_keep)
         state = None if run.resume_from is None else checkpoint.load(run.resume_from)
         tools = None if sampled is None else sampled.tools
@@ -135,11 +135,11 @@ def _check_end(config: Config, plan: Plan) -> None:
     if not plan.rollouts:
         raise ConfigError(
             "--stop-at-accuracy needs prompts to sample: name their file with data.val_files=..., or the run's "
-            "configuration with --config-name; and leave --no-rollouts out"
+            "configuration with --config-name, and leave --no-rollouts out"
         )
     if trainer.test_freq <= 0 and trainer.total_epochs == 1:
         raise ConfigError(
-            "--stop-at-accuracy: there is one epoch, and the accuracy is measured at its end; trainer.test_freq=N "
+            "--stop-at-accuracy: there is one epoch, and the accuracy is measured at its end. trainer.test_freq=N "
             "measures it every N steps"
         )
 
@@ -158,7 +158,7 @@ def _place(config: Config, plan: Plan, say: Callable[[str], None]) -> Any:
     out = plan.out
     unfinished = (out / "config.yaml").is_file() and not (out / "FINISHED").exists()
     if out.exists() and not unfinished and not (out.is_dir() and {p.name for p in out.iterdir()} <= {".lock"}):
-        raise CheckpointError(f"--out: {out} is not empty; name a new folder")
+        raise CheckpointError(f"--out: {out} is not empty. Name a new folder")
     return replace(place, default_local_dir=str(out))
 
 
@@ -357,7 +357,7 @@ class SupervisedTrainer:
         batch[columns.ADVANTAGES] = mask.float()
         updated = self.workers.update(batch)
         if updated["actor/nonfinite_updates"]:
-            raise VerlMTError("loss or gradient was not finite; lower actor_rollout_ref.actor.optim.lr")
+            raise VerlMTError("loss or gradient was not finite. Lower actor_rollout_ref.actor.optim.lr")
         loss = -batch[columns.OLD_LOG_PROBS][mask].double().mean().item()
         names = {"lr": "actor/lr", "grad_norm": "actor/grad_norm"}
         found = {"loss": loss, **{k: updated[v] for k, v in names.items()}, "tokens": float(mask.sum())}
@@ -393,7 +393,7 @@ class Sampled(Inference):
 
     def __init__(self, config: Config, workers: WorkerGroup, total_steps: int):
         if config.data.val_files is None:
-            raise DataError("--rollouts: the configuration has no data.val_files; name a file of prompts with it")
+            raise DataError("--rollouts: the configuration has no data.val_files. Name a file of prompts with it")
         super().__init__(config, workers=workers)
         self.workers = workers
         validation, sampling = config.actor_rollout_ref.rollout.val_kwargs, build_rollout.validation_sampling(config)

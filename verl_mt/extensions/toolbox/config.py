@@ -28,7 +28,7 @@ def _problems(config: Config) -> Iterator[str]:
     why = "an agent brings its own tools, and decides what comes next"
     yield from conflicts({f"{_ROLLOUT}.{name}": value for name, value in given.items()}, agent, why)
     if rollout.mode == "sync":
-        yield f"{agent} with {_ROLLOUT}.mode=sync: agents ask when they like; use mode=async"
+        yield f"{agent} with {_ROLLOUT}.mode=sync: agents ask when they like. Use mode=async"
     try:
         switches = read_rollout_correction(config.algorithm.rollout_correction).switches
     except ConfigError:  # found by the mapping's own check
@@ -36,7 +36,7 @@ def _problems(config: Config) -> Iterator[str]:
     if product := [text for text in switches if text.endswith("=sequence") or "=seq_sum" in text]:
         yield (
             f"{' and '.join(product)} with {agent}: an agent may hold several conversations beside each other, which "
-            "are records of one trajectory, and a product over all of them is the ratio of none; use token, or "
+            "are records of one trajectory, and a product over all of them is the ratio of none. Use token, or "
             "geometric (the mean over a trajectory's tokens)"
         )
 

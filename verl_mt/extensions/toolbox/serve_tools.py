@@ -44,7 +44,7 @@ async def serve(tools: ToolSet, limits: ToolLimits) -> None:
     try:
         from mcp.server.stdio import stdio_server
     except ImportError as error:
-        raise PluginError(f'serving tools needs the mcp package ({error}); pip install "verl_mt[mcp]"') from error
+        raise PluginError(f'serving tools needs the mcp package ({error}): pip install "verl_mt[mcp]"') from error
     # Whole texts: production has no limit in tokens, and no tokenizer.
     executor = ToolExecutor(tools, limits, lambda text: ())
     session = executor.open("mcp")

@@ -50,7 +50,7 @@ class WeightCheck:
         EngineError: an unknown name, a name that comes twice, a wrong shape.
         """
         if name not in self._expected:
-            raise EngineError(f"weight update: the model has no weight {name!r}; it has {_some(self._expected)}")
+            raise EngineError(f"weight update: the model has no weight {name!r}. It has {_some(self._expected)}")
         if name not in self._missing:
             raise EngineError(f"weight update: {name!r} comes twice")
         if tuple(tensor.shape) != self._missing.pop(name):

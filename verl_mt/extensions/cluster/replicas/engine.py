@@ -152,7 +152,7 @@ class ReplicatedEngine(InferenceEngine):
             vocab_size=self._shape.vocab_size,
         )
         if request.request_id in self._live:
-            raise EngineError(f"request {request.request_id!r} is already being sampled; ids must be unique")
+            raise EngineError(f"request {request.request_id!r} is already being sampled. Ids must be unique")
         live = LiveTurn.of(self.turn(request, self._options.max_model_len, self._options.end_token_ids))
         self._live[request.request_id] = live
         try:
@@ -168,7 +168,7 @@ class ReplicatedEngine(InferenceEngine):
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """`retract` drops the caches, `in_place` keeps them as long as the weights stay; `abort` ends all turns."""
         if mode not in ("abort", "in_place", "retract"):
-            raise EngineError(f"pause: unknown mode {mode!r}; expected abort, in_place or retract")
+            raise EngineError(f"pause: unknown mode {mode!r}. Expected abort, in_place or retract")
         await self.start()
         self._check_open()
         self._resumed.clear()
@@ -191,8 +191,8 @@ class ReplicatedEngine(InferenceEngine):
         rollout's loop. Waits for all engines that serve."""
         if not isinstance(update, TensorBuckets | Disk | FromRanks):
             raise EngineError(
-                f"the {self.kind} engine takes FromRanks, TensorBuckets and Disk updates, got {type(update).__name__}; "
-                "an engine of another process does not share the actor's module"
+                f"the {self.kind} engine takes FromRanks, TensorBuckets and Disk updates, got {type(update).__name__}. "
+                "An engine of another process does not share the actor's module"
             )
         await self.start()
         self._check_open()

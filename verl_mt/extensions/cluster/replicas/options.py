@@ -164,8 +164,8 @@ def check_servers(keys: RolloutKeys, trainer: TrainerConfig) -> None:
     far = [url for url in keys.servers if keys.weight_transport in ("tensors", "copy") and not is_local(url)]
     if far:
         raise ConfigError(
-            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory; "
-            "use broadcast or disk"
+            f"{KEY}.weight_transport={keys.weight_transport}: {', '.join(far)} cannot open this machine's memory. "
+            "Use broadcast or disk"
         )
     here = [url for url in keys.servers if is_local(url)]
     if trainer.placement == "ray" and trainer.nnodes > 1 and here:

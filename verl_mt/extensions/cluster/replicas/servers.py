@@ -98,7 +98,7 @@ class ServerClient(Client):
                 await self._attach(http)
         except (httpx.HTTPError, TimeoutError) as error:
             raise ConfigError(
-                f"{KEY}: {self.url} does not answer ({type(error).__name__}: {error}); does {self.kind} run there, "
+                f"{KEY}: {self.url} does not answer ({type(error).__name__}: {error}). Does {self.kind} run there, "
                 f"and can this machine reach it? `curl URL{self.asks}` must answer"
             ) from error
 
@@ -180,7 +180,7 @@ def _require_done(server: str, tested: str, name: str, response: httpx.Response)
     EngineError: the server refused the call.
     """
     if response.status_code == 404:
-        raise EngineError(f"{server} has no call {name}: it is too old; start {tested} there")
+        raise EngineError(f"{server} has no call {name}: it is too old. Start {tested} there")
     try:
         answer = response.json()
     except json.JSONDecodeError:
@@ -207,13 +207,13 @@ async def fetch(http: httpx.AsyncClient, client: type[ServerClient], path: str) 
             f"{KEY}: {url} wants a key ({response.status_code}): put it in the variable {client.key_variable}"
         )
     if response.status_code != 200:
-        raise ConfigError(f"{KEY}: {url}{path} answers with status {response.status_code}; is that {client.tested}?")
+        raise ConfigError(f"{KEY}: {url}{path} answers with status {response.status_code}. Is that {client.tested}?")
     try:
         answer = response.json()
     except json.JSONDecodeError:
         answer = None
     if not isinstance(answer, dict):
-        raise ConfigError(f"{KEY}: {url}{path} answers with something else than JSON; is that {client.tested}?")
+        raise ConfigError(f"{KEY}: {url}{path} answers with something else than JSON. Is that {client.tested}?")
     return answer
 
 
@@ -245,7 +245,7 @@ def require_same_model(url: str, served: str, architectures: list[str] | None, w
         what = "it cannot be told from here whether they are the same"
     raise ConfigError(
         f"{KEY}: {url} was started with another model: {served!r}, but actor_rollout_ref.model.path is {wanted!r} "
-        f"({what}); start the server with that model"
+        f"({what}). Start the server with that model"
     )
 
 

@@ -83,7 +83,7 @@ def check(config: Config, runner: RolloutRunner, count: int) -> None:
     if config.trainer.deterministic and engine.branch() is None:
         raise ConfigError(
             f"{_KEY}={count} with trainer.deterministic=True: which requests rollout.name={rollout.name} samples "
-            f"together would depend on when they come from several processes; set {_KEY}=0"
+            f"together would depend on when they come from several processes. Set {_KEY}=0"
         )
 
 

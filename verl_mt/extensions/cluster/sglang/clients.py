@@ -12,12 +12,19 @@ from typing import Any
 
 import httpx
 
-from verl_mt.errors import ConfigError
+from verl_mt.errors import ConfigError, EngineError
 from verl_mt.extensions.cluster.replicas.clients import CONNECT_S, EMPTY, ChildClient
 from verl_mt.extensions.cluster.replicas.processes import ChildProcess
 from verl_mt.extensions.cluster.replicas.servers import Post, ServerClient
 from verl_mt.extensions.cluster.sglang.options import SGLangOptions
-from verl_mt.extensions.cluster.sglang.processes import child, extras, reserve_port
+from verl_mt.extensions.cluster.sglang.processes import (
+    CHECKSUMS,
+    checksums_of,
+    child,
+    extras,
+    reserve_port,
+    still_random,
+)
 from verl_mt.extensions.cluster.sglang.server_check import check_server
 from verl_mt.extensions.cluster.versions import SGLANG
 
@@ -106,6 +113,8 @@ class LaunchedServer(HttpClient):
         self._number = number
         self._process: ChildProcess | None = None
         self._lifeline: int | None = None
+        self._random: dict[str, str] = {}
+        """Checksums of the weights of a server that has read no files, until its first update."""
 
     @property
     def pid(self) -> int | None:
@@ -136,6 +145,20 @@ class LaunchedServer(HttpClient):
         await asyncio.to_thread(self._process.mark_shared_memory)
         await super().start(timeout_s)
         self.pristine = True
+        self._random = await self._checksums(timeout_s) if self.starts_empty else {}
+
+    async def call(self, name: str, body: dict[str, Any], timeout_s: float) -> None:
+        """The first update has to replace all weights of a server that has read no files."""
+        await super().call(name, body, timeout_s)
+        if name == "end_weight_update" and (before := self._random):
+            self._random = {}
+            if wrong := still_random(before, await self._checksums(timeout_s)):
+                raise EngineError(f"{self.name} refused {name}: {wrong}")
+
+    async def _checksums(self, timeout_s: float) -> dict[str, str]:
+        asked = self._post(Post("/weights_checker", CHECKSUMS), self._connections().calls)
+        response = await self._in_time("weights_checker", asked, timeout_s)
+        return checksums_of(response.json().get("ranks") if response.status_code == 200 else None)
 
     async def wait_gone(self) -> str:
         """Runs on the client's loop. Waits for the end of the process."""

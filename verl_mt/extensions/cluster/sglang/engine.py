@@ -55,7 +55,7 @@ class SGLangEngine(ReplicatedEngine):
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         if trainer.deterministic:
             raise ConfigError(
-                "trainer.deterministic needs rollout.name=local or scripted; sglang gives other bits in other batches"
+                "trainer.deterministic needs rollout.name=local or scripted. sglang gives other bits in other batches"
             )
         rollout = keys_of(config.rollout)
         check_rollout(config.rollout)

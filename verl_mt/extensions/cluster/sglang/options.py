@@ -21,6 +21,7 @@ from verl_mt.extensions.cluster.replicas.options import KEY, ReplicaOptions
 
 _OURS = (
     "model_path", "tokenizer_path", "revision", "dtype", "tp_size", "context_length", "weight_version", "enable_lora",
+    "max_lora_rank", "lora_target_modules", "max_loras_per_batch",
 )  # fmt: skip
 _DATA_PARALLEL = ("dp_size", "data_parallel_size", "dp")
 _WITHOUT_KEY = ("admin_api_key", "api_key", "grpc_port", "tokenizer_worker_num")
@@ -143,7 +144,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
     if taken:
         raise ConfigError(
             f"{KEY}.engine_kwargs: {', '.join(taken)} come from other keys (actor_rollout_ref.model.*, "
-            f"{KEY}.dtype, .tensor_model_parallel_size, .max_model_len, .lora_updates); leave them out"
+            f"{KEY}.dtype, .tensor_model_parallel_size, .max_model_len, .lora_updates). Leave them out"
         )
     for name, reason in other_sampling(rollout.engine_kwargs):
         raise ConfigError(f"{KEY}.engine_kwargs.{name}={rollout.engine_kwargs[name]}: {reason}. Remove {name}")
@@ -165,7 +166,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
     if os.environ.get(_RAW_LOG_PROBS, "").lower() in ("1", "true", "yes", "y"):
         raise ConfigError(
             f"{_RAW_LOG_PROBS} is set: SGLang would return log-probs of the logits before the temperature, and the "
-            "trainer's are behind it; unset it"
+            "trainer's are behind it. Unset it"
         )
 
 
@@ -202,7 +203,7 @@ def check_launched(rollout: RolloutConfig, device: str) -> None:
         raise ConfigError(
             f"{KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
             f"{keys.tensor_model_parallel_size} needs {needed} GPUs{beside} on this machine, "
-            f"which has {gpus}; launch fewer, start servers on other machines and name them in {KEY}.servers, or say "
+            f"which has {gpus}. Launch fewer, start servers on other machines and name them in {KEY}.servers, or say "
             f"which they share: {KEY}.engine_kwargs={{base_gpu_id: 0}}"
         )
 
@@ -237,15 +238,15 @@ def require_sglang() -> None:
     if found is None or found.origin is None:  # a folder of that name somewhere on the path is no package
         raise ConfigError(
             f"{KEY}.name=sglang: SGLang is not installed here. On a GPU machine: pip install 'verl_mt[sglang]'; "
-            "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md); or sample with rollout.name=local"
+            "without a GPU: bash requirements/install-sglang-cpu.sh (docs/sglang.md), or sample with rollout.name=local"
         )
     # An installation of an earlier version has the documented path, which leads there too.
     paths = {f"verl_mt.{package}.sglang.cpu_platform:activate" for package in ("extensions.cluster", "engines")}
     plugins = {entry.value for entry in entry_points(group="sglang.srt.platforms")}
     if not torch.cuda.is_available() and paths.isdisjoint(plugins):
         raise ConfigError(
-            f"{KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers; "
-            "run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
+            f"{KEY}.name=sglang: without a GPU, SGLang needs the CPU platform that installing verl_mt registers. "
+            "Run `pip install --no-deps -e .` in the checkout, with the Python that runs this"
         )
 
 

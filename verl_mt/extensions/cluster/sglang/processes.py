@@ -78,6 +78,8 @@ _ADAPTER = "policy"
 _KEEP = "set actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
 _IS_WEIGHT = re.compile(r"(weight|bias)$")
 """The names of an SGLang model's parameters that each update replaces. Buffers have other names."""
+CHECKSUMS = {"action": "checksum"}
+"""Asks SGLang for checksums of the weights of its model."""
 _PLAIN_CALLS = {"abort_request": "AbortReq", "flush_cache": "FlushCacheReqInput"}
 """Calls whose method takes plain arguments, and the classes that SGLang has for them."""
 
@@ -164,9 +166,27 @@ def require_calls(version: str, io_struct: Any, manager: type) -> None:
         missing += [f"{name}({part}=)" for part in _SENT[name] if part not in takes]
     if missing:
         raise ConfigError(
-            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}; install "
+            f"SGLang {version}, which is installed here, lacks the calls {', '.join(sorted(missing))}. Install "
             f"{SGLANG.newest} ({SGLANG.page})"
         )
+
+
+def checksums_of(ranks: list[dict[str, Any]] | None) -> dict[str, str]:
+    """SGLang's answer to `CHECKSUMS` by rank and name; none where it cannot compute them."""
+    return {f"rank {k}: {name}": it for k, rank in enumerate(ranks or ()) for name, it in rank["checksums"].items()}
+
+
+def still_random(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """What is wrong with an engine that has read no files and has got its first update; empty = nothing. SGLang ignores
+    a name that it does not know.
+
+    Args:
+        before: checksums at the start.
+        now: those behind the update.
+    """
+    same = {name for name, checksum in before.items() if now.get(name) == checksum}
+    left = sorted(filter(_IS_WEIGHT.search, same))
+    return f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}" if left else ""
 
 
 class EngineHost:
@@ -224,11 +244,10 @@ class EngineHost:
         result = await getattr(manager, name)(getattr(io_struct, _INPUT_CLASSES[name])(**body, **extras(name)))
         if isinstance(result, tuple) and not result[0]:
             return {"success": False, "message": str(result[1])}
-        if name in ("end_weight_update", "update_weights_from_disk") and (left := await self._still_random()):
-            return {
-                "success": False,
-                "message": f"its model has {len(left)} weights that no update sends, such as {left[0]}; {_KEEP}",
-            }
+        if name in ("end_weight_update", "update_weights_from_disk") and (before := self._random):
+            self._random = {}
+            if wrong := still_random(before, await self._checksums()):
+                return {"success": False, "message": wrong}
         return {"success": True}
 
     async def _load_adapter(self, adapter: bytes, config: dict[str, Any], weight_version: str) -> dict[str, Any]:
@@ -265,23 +284,13 @@ class EngineHost:
             wrong = ["the cache could not be emptied"]
         return {"success": not wrong, "message": "; ".join(map(str, wrong))}
 
-    async def _still_random(self) -> list[str]:
-        """Weights that the first update has not replaced. SGLang ignores a name that it does not know."""
-        before, self._random = self._random, {}
-        if not before:
-            return []
-        now = await self._checksums()
-        same = {name for name, checksum in before.items() if now.get(name) == checksum}
-        return sorted(filter(_IS_WEIGHT.search, same))
-
     async def _checksums(self) -> dict[str, str]:
-        """Of all tensors, by rank and name; none where SGLang cannot compute them."""
+        """Of all tensors; see `checksums_of`."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        body = CheckWeightsReqInput(action="checksum")
+        body = CheckWeightsReqInput(**CHECKSUMS)
         done, _, ranks, _ = await self._engine.tokenizer_manager.check_weights(body)
-        told = enumerate(ranks if done else ())
-        return {f"rank {k}: {name}": value for k, rank in told for name, value in rank["checksums"].items()}
+        return checksums_of(ranks if done else None)
 
 
 def fork_children(descriptor: int) -> None:

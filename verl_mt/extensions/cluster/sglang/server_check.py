@@ -72,7 +72,7 @@ async def _check_calls(http: httpx.AsyncClient, url: str) -> None:
         missing = [call for call in _CALLS if (await http.options(call)).status_code == 404]
     if missing:
         raise ConfigError(
-            f"{KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new; start "
+            f"{KEY}: {url} lacks the calls {', '.join(missing)}: its SGLang is too old or too new. Start "
             f"{SGLANG.newest} there"
         )
 

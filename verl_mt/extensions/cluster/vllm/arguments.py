@@ -18,6 +18,9 @@ _OURS = (
     "logprobs_mode",
     "weight_transfer_config",
     "enable_lora",
+    "max_lora_rank",
+    "max_loras",
+    "lora_target_modules",
 )
 _REFUSED = {
     "the engine would sample from rounded weights or caches, which no test of verl_mt has run": (

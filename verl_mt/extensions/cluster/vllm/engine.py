@@ -49,7 +49,7 @@ class VLLMEngine(ReplicatedEngine):
     def check_config(cls, config: ActorRolloutRefConfig, trainer: TrainerConfig) -> None:
         if trainer.deterministic:
             raise ConfigError(
-                "trainer.deterministic needs rollout.name=local or scripted; vllm gives other bits in other batches"
+                "trainer.deterministic needs rollout.name=local or scripted. vllm gives other bits in other batches"
             )
         keys = keys_of(config.rollout)
         on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and torch.cuda.is_available())

@@ -170,7 +170,7 @@ def check_placement(keys: RolloutKeys, trainer: TrainerConfig, *, on_gpu: bool) 
         raise ConfigError(
             f"{KEY}.launch_servers={keys.launch_servers} with tensor_model_parallel_size="
             f"{keys.tensor_model_parallel_size} needs {needed + on_gpu} GPUs, with the one that trains, on this "
-            f"machine, which has {gpus}; launch fewer, or start servers elsewhere and name them in {KEY}.servers"
+            f"machine, which has {gpus}. Launch fewer, or start servers elsewhere and name them in {KEY}.servers"
         )
     check_memory(keys, on_gpu=on_gpu)
 

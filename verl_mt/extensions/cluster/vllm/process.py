@@ -12,6 +12,7 @@ weights is registered in them too.
 from __future__ import annotations
 
 import asyncio
+import functools
 import glob
 import inspect
 import json
@@ -19,12 +20,13 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import re
 import socket
 import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -43,9 +45,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.nccl import unpinned_nccl_env
@@ -56,6 +60,10 @@ _LENGTH = struct.Struct(">Q")
 """Before each message: its length."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
 """What SGLang's requests and vLLM's call alike."""
+_WRITE_DIRECTLY = ("GptOssForCausalLM",)
+"""vLLM's classes of models whose `load_weights` writes into some parameters itself."""
+_IS_WRITTEN = re.compile("sinks|w(13|2)_(weight|bias)")
+"""Which ones."""
 _CALLS: dict[type, dict[str, tuple[str, ...]]] = {
     AsyncLLM: {
         "abort": ("request_id",),
@@ -137,9 +145,13 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
             # Of an update that broke off. Its part of the weights is not to count as a part of this one.
             finalize_layerwise_reload(self.model, self.model_config)
+        if not torch.accelerator.is_available():
+            _pack_experts(self.model)
         self._own = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
+        if type(self.model).__name__ in _WRITE_DIRECTLY:
+            _take_direct_writes(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's, which waits for an accelerator also where there is none."""
@@ -186,7 +198,7 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         left = sorted(self._own - self._loaded)
         if left and self.vllm_config.load_config.load_format == "dummy":
             raise ValueError(
-                f"its model has {len(left)} weights that no update sends, such as {left[0]}; set "
+                f"its model has {len(left)} weights that no update sends, such as {left[0]}. Set "
                 "actor_rollout_ref.rollout.engine_kwargs={load_format: auto}, and the engine keeps those of the files"
             )
         finalize_layerwise_reload(self.model, self.model_config)
@@ -199,6 +211,32 @@ class Transfer(WeightTransferEngine[Group, Weights]):
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
+
+
+def _take_direct_writes(model: torch.nn.Module) -> None:
+    """Experts and sinks of GPT-OSS are written into their parameters, past vLLM's loaders of an update. The parameters
+    would have no memory and the layers would count as not loaded: give both."""
+    for layer in model.modules():
+        if any(_IS_WRITTEN.fullmatch(name) for name, _ in layer.named_parameters(recurse=False)):
+            info = get_layerwise_info(layer)
+            materialize_layer(layer, info)
+            info.load_numel = 1
+
+
+def _pack_experts(model: torch.nn.Module) -> None:
+    """Have an update pack the experts of a mixture for the kernel on a CPU: vLLM 0.32 does it only when it starts, and
+    the kernel would read the update's tensors as packed ones. Idempotent."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and "process_weights_after_loading" not in vars(method):
+            method.process_weights_after_loading = functools.partial(
+                _process_and_pack, method, method.process_weights_after_loading
+            )
+
+
+def _process_and_pack(method: Any, process: Callable[[Any], None], layer: Any) -> None:
+    process(layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _copied(shared: mmap.mmap, name: str, shape: list[int], dtype: str, start: int) -> tuple[str, torch.Tensor]:

@@ -223,7 +223,7 @@ def require_room(setup: WorkerSetup) -> None:
     if len(training) < placement.nnodes:
         raise NoRoomError(
             f"trainer.nnodes={placement.nnodes} and trainer.n_workers_per_node={placement.n_workers_per_node} on "
-            f"{device} need {placement.nnodes} machine(s) with {_wanted(needed)} each; the Ray cluster has: {have}"
+            f"{device} need {placement.nnodes} machine(s) with {_wanted(needed)} each. The Ray cluster has: {have}"
         )
     if separate is None:
         return
@@ -237,7 +237,7 @@ def require_room(setup: WorkerSetup) -> None:
         raise NoRoomError(
             f"actor_rollout_ref.rollout.nnodes={number} and .n_workers_per_node={on_each} (separate engines) on "
             f"{device} need {number} machine(s) with {_wanted(for_engines)} each, beside the {placement.nnodes} "
-            f"with {_wanted(needed)} each that training takes; the Ray cluster has: {have}"
+            f"with {_wanted(needed)} each that training takes. The Ray cluster has: {have}"
         )
 
 
@@ -283,7 +283,7 @@ def require_same_versions(packages: Sequence[str], nodes: Sequence[Mapping[str, 
         except RayError as error:
             raise NoRoomError(
                 f"{name} of the Ray cluster did not tell its versions within {_ASKING_TIMEOUT_S:.0f} s: "
-                f"{error_text(error, named=True)}; see `ray status`, and end or repair it"
+                f"{error_text(error, named=True)}. See `ray status`, and end or repair it"
             ) from error
     if found := differences(tell(tuple(packages)), told):
         raise ConfigError(

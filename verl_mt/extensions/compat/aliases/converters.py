@@ -168,7 +168,7 @@ def rewards_by_name(value: Any) -> Any:
         raise ValueError("expected names of rewards")
     for name in names:
         if name in _SWIFT_UNKNOWN:
-            raise ValueError(f"{name} is not offered: {_SWIFT_UNKNOWN[name]}; register a reward of that name")
+            raise ValueError(f"{name} is not offered: {_SWIFT_UNKNOWN[name]}. Register a reward of that name")
     return names
 
 
@@ -212,13 +212,13 @@ def trackers(value: Any) -> list[str]:
     known = ("wandb", "tensorboard", "mlflow", "none")
     names = list_of_one(value)
     if other := [str(name) for name in names if name not in known]:
-        raise ValueError(f"{', '.join(sorted(other))}: expected wandb, tensorboard, mlflow or none; see trainer.logger")
+        raise ValueError(f"{', '.join(sorted(other))}: expected wandb, tensorboard, mlflow or none. See trainer.logger")
     return ["console", *(name for name in names if name != "none")]
 
 
 def trace_backend(value: Any) -> Any:
     if value in ("weave", "mlflow"):
-        raise ValueError(f"{value} is not offered; otel sends spans to any collector of OpenTelemetry")
+        raise ValueError(f"{value} is not offered. otel sends spans to any collector of OpenTelemetry")
     return value
 
 
@@ -237,7 +237,7 @@ def engine(value: Any) -> Any:
     if value == "vllm_async":
         return "vllm"
     if value in ("hf", "trtllm"):
-        raise ValueError(f"{value} is not an engine of verl_mt; use sglang or vllm (real work) or local (this process)")
+        raise ValueError(f"{value} is not an engine of verl_mt. Use sglang or vllm (real work) or local (this process)")
     return value
 
 
@@ -255,7 +255,7 @@ def group_filter(path: Any) -> Any:
     if str(path).rpartition(".")[2] != "check_reward_nonzero_std":
         raise ValueError(
             "only check_reward_nonzero_std has a counterpart: groups whose rewards are all equal are replaced "
-            "(algorithm.filter_groups.enable=True); another filter is algorithm.filter_groups.metric"
+            "(algorithm.filter_groups.enable=True). Another filter is algorithm.filter_groups.metric"
         )
     return True
 

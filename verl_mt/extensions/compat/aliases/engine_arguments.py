@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from verl_mt.config.normalize import Item, short
+from verl_mt.config.normalize import COMMAND_LINE, Item, short
 from verl_mt.extensions.compat.aliases.families import ARGUMENTS, ENGINE_GROUPS, aliases, same
 from verl_mt.extensions.compat.translate import Translation
 
@@ -54,6 +54,12 @@ def _settled(item: Item, engine: str | None, where: str, outcome: Translation) -
     if _group_of(item.alias):
         if engine not in (None, owner):
             why = f"{ENGINE} is {engine}, and only {owner} has these arguments"
+    elif engine is None:
+        # Another file may name it. Without a name the default engine samples, which takes no arguments of vLLM.
+        why = (
+            f"{'the ' * (where == COMMAND_LINE)}{where} does not say that {owner} samples. Add {ENGINE}={owner} there, "
+            f"or write {item.key}={short(item.value)}"
+        )
     elif engine != owner:
         why = aliases()[item.alias].why
     elif name in _USUAL and same(_USUAL[name], item.value):

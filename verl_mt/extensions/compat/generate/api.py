@@ -63,7 +63,7 @@ class TurnSampling:
             value = given.pop(name, None)
             if value is not None and value != getattr(base, name):
                 raise LedgerError(
-                    f"sampling_params.{name} is {value}, but this rollout samples with {getattr(base, name)}; set it "
+                    f"sampling_params.{name} is {value}, but this rollout samples with {getattr(base, name)}. Set it "
                     "in actor_rollout_ref.rollout (or val_kwargs), where the trainer sees it too"
                 )
         for name, values in _NEUTRAL.items():
@@ -112,15 +112,15 @@ class EngineRequest:
             raise LedgerError(f"payload of /generate: expected a dict, got {value_text(payload)}")
         unknown = [k for k, v in payload.items() if k not in _KNOWN and v not in (None, False)]
         if unknown:
-            raise LedgerError(f"payload of /generate: {', '.join(unknown)} not offered; there is {', '.join(_KNOWN)}")
+            raise LedgerError(f"payload of /generate: {', '.join(unknown)} not offered. There is {', '.join(_KNOWN)}")
         if payload.get("stream"):
-            raise LedgerError("payload of /generate: stream is not offered; the reply comes when the turn is over")
+            raise LedgerError("payload of /generate: stream is not offered. The reply comes when the turn is over")
         text, ids = payload.get("text"), payload.get("input_ids")
         if (text is None) == (ids is None):
             raise LedgerError("payload of /generate: give either text or input_ids")
         if text is not None and not isinstance(text, str):
             raise LedgerError(
-                f"payload of /generate: text must be one text, got {type(text).__name__}; render messages first "
+                f"payload of /generate: text must be one text, got {type(text).__name__}. Render messages first "
                 "(data.apply_chat_template=True gives sample.prompt rendered)"
             )
         if ids is not None:

@@ -85,7 +85,7 @@ class GenerateArgs:
         if taken:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.custom_generate_kwargs: {listing(taken)} would hide what args holds under "
-                "that name; choose another"
+                "that name. Choose another"
             )
         vars(self).update(names, **own, _runtime=runtime, _flags=_flags(config))
 
@@ -98,7 +98,7 @@ class GenerateArgs:
         known = [n for n in vars(self) if not n.startswith("_")]
         raise AttributeError(
             f"args has no {name!r}{suggest(name, [*known, *flags])}. Own settings of a function go into "
-            f"actor_rollout_ref.rollout.custom_generate_kwargs; there is: {listing(known)}"
+            f"actor_rollout_ref.rollout.custom_generate_kwargs. There is: {listing(known)}"
         )
 
     def copy(self) -> GenerateArgs:
@@ -136,7 +136,7 @@ class GenerateState:
     """slime's state object: `tokenizer`, `processor`, `sampling_params`, `semaphore`, `args`. Cheap to make."""
 
     aborted = False
-    """A rollout that is cancelled cancels its functions; none is told to stop early."""
+    """A rollout that is cancelled cancels its functions. None is told to stop early."""
 
     def __init__(self, args: GenerateArgs):
         runtime = runtime_of(args)

@@ -223,7 +223,7 @@ async def call_tools(text: str) -> tuple[Message, list[Message]]:
     call = _current("call_tools")
     tools, parser = call.episode.tools, call.conversations.parser
     if tools is None or parser is None:
-        raise ConfigError("call_tools: no tools are configured; name them in rollout.tool_kwargs.tools_config_file")
+        raise ConfigError("call_tools: no tools are configured. Name them in rollout.tool_kwargs.tools_config_file")
     call.num_tool_turns += 1
     chat, turn = call.episode.session.context.chat, call.num_tool_turns
     parsed = parser.parse(text, call.episode.prompt.tools, in_reasoning=chat.prefilled_reasoning)
@@ -347,8 +347,8 @@ class _GenerateFunction:
         second = list(parameters)[1]
         if second in _GROUP_NAMES:
             raise ConfigError(
-                f"{key}: {path} takes {second}, a group of samples; a whole rollout cannot be replaced. Write "
-                "generate(args, sample, sampling_params) for one sample; a reward that compares a group is "
+                f"{key}: {path} takes {second}, a group of samples. A whole rollout cannot be replaced. Write "
+                "generate(args, sample, sampling_params) for one sample. A reward that compares a group is "
                 "reward_func(args, samples)"
             )
         self.trust_text = bool(getattr(self._function, "trust_text", False))

@@ -102,11 +102,11 @@ class CallConversations:
         if unknown and not any(unknown[0] in c.session.record.token_ids for c in self.items):
             raise LedgerError(f"payload of /generate: input_ids holds {unknown[0]}, but the vocabulary has {size} ids")
         if not self._run.engine.capabilities.returns_token_ids:
-            raise EngineError("a generate function needs an engine that returns token ids; this one gives text only")
+            raise EngineError("a generate function needs an engine that returns token ids. This one gives text only")
         if self._run.deterministic and any(c.busy for c in self.items):
             raise ConfigError(
                 "trainer.deterministic: a generate function that has several requests at once in the engine cannot be "
-                "reproduced bit for bit; await them one after the other, or switch determinism off"
+                "reproduced bit for bit. Await them one after the other, or switch determinism off"
             )
         conversation = self._find(request, own)
         task = asyncio.current_task()
@@ -269,7 +269,7 @@ class CallConversations:
         if not known or known not in text:
             raise LedgerError(
                 "actor_rollout_ref.model.trust_prompts=False: a prompt of the function's own may not be sent as text, "
-                "nobody could tell its markup from the data's; send input_ids"
+                "nobody could tell its markup from the data's. Send input_ids"
             )
         before, _, after = text.partition(known)
         return [*chat.encode_text(before, neutral=True), *self.prompt.ids, *chat.encode_text(after, neutral=True)]

@@ -167,7 +167,7 @@ def _samples(result: Any, path: str) -> list[Sample]:
     if not items:
         raise UserCodeError(f"generate function {path} returned no Sample: {value_text(result)}")
     if len(set(map(id, items))) < len(items):
-        raise LedgerError(f"generate function {path} returned the same Sample object twice; copy.deepcopy it per agent")
+        raise LedgerError(f"generate function {path} returned the same Sample object twice. copy.deepcopy it per agent")
     if len(items) > 1 and any(getattr(item, COMPAT.execution) is None for item in items):
         _say_that_each_counts(path)
     for position, item in enumerate(items):
@@ -316,7 +316,7 @@ def _check_response(sample: Sample, record: TrajectoryRecord, found: Alignment, 
         said, known = sample.rollout_log_probs[place - first], record.rollout_log_probs[position]
         if not abs(said - known) <= _TOLERANCE * max(1.0, abs(known)):
             raise LedgerError(
-                f"rollout_log_probs[{place - first}] is {said}, but the engine gave {known} for that token; take both "
+                f"rollout_log_probs[{place - first}] is {said}, but the engine gave {known} for that token. Take both "
                 "from the same item of meta_info.output_token_logprobs"
             )
 
@@ -333,8 +333,8 @@ def _mask(sample: Sample, record: TrajectoryRecord, found: Alignment, first: int
         behind = sum(sample.loss_mask[max(found.used - first, 0) :])
         if behind:
             raise LedgerError(
-                f"loss_mask is 1 on {behind} of the {len(sample.tokens) - found.used} tokens behind the engine's last; "
-                "the engine did not sample them"
+                f"loss_mask is 1 on {behind} of the {len(sample.tokens) - found.used} tokens behind the engine's last. "
+                "The engine did not sample them"
             )
         sampled = {p: k for k, p in enumerate(found.places) if p is not None and record.sampled[k]}
         clear += [k for p, k in sampled.items() if not sample.loss_mask[p - first]]

@@ -54,7 +54,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if not sample.tokens:
         if not isinstance(sample.prompt, str):
             raise LedgerError(
-                f"generate: sample.prompt must be a text, got {value_text(sample.prompt, 100)}; say "
+                f"generate: sample.prompt must be a text, got {value_text(sample.prompt, 100)}. Say "
                 "--apply-chat-template, or render it first"
             )
         sample.tokens = GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
@@ -70,7 +70,7 @@ def get_model_url(args: Any, model_name: str = "default", endpoint: str = "/gene
     """
     if model_name not in ("default", "actor"):
         raise PluginError(
-            f"get_model_url: the run has one model, the policy, and no {model_name!r}; another one is a server that "
+            f"get_model_url: the run has one model, the policy, and no {model_name!r}. Another one is a server that "
             "the function posts to by its own URL"
         )
     return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
@@ -104,7 +104,7 @@ def compute_score(
         ValueError: a ground truth that is no number.
     """
     if pause_tokens_index is not None:
-        raise PluginError("compute_score: pause_tokens_index is not offered; leave it None")
+        raise PluginError("compute_score: pause_tokens_index is not offered. Leave it None")
     if strict_box_verify:
         pred = boxed(solution_str[-_BOX_TAIL:])
         right = pred == ground_truth

@@ -23,6 +23,6 @@ class CheckerInteraction(Gsm8kInteraction):
         super().__init__(config)
         unknown = set(config) - {"name", "retry_text", "done_text"}
         if unknown:
-            raise ValueError(f"unknown config keys {sorted(unknown)}; known: retry_text, done_text")
+            raise ValueError(f"unknown config keys {sorted(unknown)}. Known: retry_text, done_text")
         self.wrong_text = str(config.get("retry_text") or "That is wrong. Try again.")
         self.correct_text = str(config.get("done_text") or "Correct.")

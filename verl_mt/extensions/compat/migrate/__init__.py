@@ -124,7 +124,7 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
     """
     if script_file is not None and script_file.suffix == ".py":
         raise ConfigError(
-            f"{script_file.name} is a Python program, not a launch script or command; give the command that it starts "
+            f"{script_file.name} is a Python program, not a launch script or command. Give the command that it starts "
             "(python -m verl_mt.migrate -- python3 train.py ...)"
         )
     text, taken = _with_commented_rollout(text)
@@ -138,12 +138,12 @@ def migrate(text: str, script_file: Path | None = None) -> Migration:
         if (script.arrays or script.sourced) and not any(_starts(command) for command in script.commands):
             held = f" ({', '.join(sorted(script.arrays))})" if script.arrays else ""
             raise ConfigError(
-                f"the file only holds arguments{held} and starts nothing; give the script that reads it with `source`"
+                f"the file only holds arguments{held} and starts nothing. Give the script that reads it with `source`"
             )
         started = ", ".join(sorted({c.words[0] for c in script.commands if c.words})) or "nothing"
         raise ConfigError(
             "no launch command of verl (python -m verl.trainer.main_ppo), ms-swift (swift rlhf, swift rollout) or "
-            f"slime (python train.py) found; the text starts {started}"
+            f"slime (python train.py) found. The text starts {started}"
         )
     folders = _folders_of(script_file)
     return _migration(launch, launch.framework, _yaml_of(launch.flags, folders), default_rollout_mode(folders))

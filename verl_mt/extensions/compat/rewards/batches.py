@@ -88,5 +88,5 @@ def as_list(values: Any, count: int) -> Sequence[Any]:
         values = values.tolist()
     if not isinstance(values, list | tuple) or len(values) != count:
         got = f"{len(values)} of them" if isinstance(values, list | tuple) else value_text(values, 80)
-        raise InvalidScore(f"must return a list of {count} scores, one per item; got {got}")
+        raise InvalidScore(f"must return a list of {count} scores, one per item. Got {got}")
     return values

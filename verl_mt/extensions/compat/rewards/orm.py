@@ -25,7 +25,7 @@ class OrmArguments:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"args has no {name!r}: ms-swift's arguments are not handed to rewards; give those that this one reads in "
+            f"args has no {name!r}: ms-swift's arguments are not handed to rewards. Give those that this one reads in "
             f"reward.kwargs.args, for example {{{name}: ...}}"
         )
 
@@ -44,7 +44,7 @@ class _OutcomeReward:
 
 
 class ORM(_OutcomeReward):
-    """Base of ms-swift's outcome rewards; subclassing it is not required.
+    """Base of ms-swift's outcome rewards. Subclassing it is not required.
 
     Example:
         >>> class Short(ORM):
@@ -92,8 +92,8 @@ class SwiftReward(BatchReward):
         missing = self._required - columns.keys() - {"completions"}
         if missing:
             raise InvalidScore(
-                f"needs the column {', '.join(sorted(missing))}; "
-                f"the rows have {', '.join(sorted(items[0].row)) or 'none'}"
+                f"needs the column {', '.join(sorted(missing))}. "
+                f"The rows have {', '.join(sorted(items[0].row)) or 'none'}"
             )
         offered = {name: column for name, column in columns.items() if name not in self.kwargs}
         values = await self._call([item.completion for item in items], **offered)
@@ -120,7 +120,7 @@ class TrainerState:
 
     def __getattr__(self, name: str) -> Any:
         known = [*vars(self), "is_world_process_zero", "is_local_process_zero"]
-        raise AttributeError(f"trainer_state has no {name!r}; it has {listing(known)}")
+        raise AttributeError(f"trainer_state has no {name!r}. It has {listing(known)}")
 
 
 def swift_columns(items: Sequence[RewardInput]) -> dict[str, Any]:

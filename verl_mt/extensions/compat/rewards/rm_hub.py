@@ -90,13 +90,13 @@ class RuleReward:
         plain = name.removeprefix("boxed_")
         if plain == "remote_rm":
             if self.url is None:
-                raise ConfigError(f"{where}={name} asks a server; give its address in reward.kwargs.url")
+                raise ConfigError(f"{where}={name} asks a server. Give its address in reward.kwargs.url")
             return self._ask
         if plain in _NOT_HERE:
             raise ConfigError(f"{where}={name}: {_NOT_HERE[plain]}")
         if plain not in RULES:
             raise ConfigError(
-                f"{where}: got {name!r}{suggest(plain, RULES)}; known: {', '.join(RULES)}, remote_rm, and boxed_... of "
+                f"{where}: got {name!r}{suggest(plain, RULES)}. Known: {', '.join(RULES)}, remote_rm, and boxed_... of "
                 "each. For another rule name a custom function in reward.path"
             )
         return RULES[plain]
@@ -158,7 +158,7 @@ def dapo(response: str, label: Any) -> dict[str, Any]:
     try:
         wanted = str(int(float(_final(str(label)))))
     except (ValueError, OverflowError):
-        raise ValueError(f"rm_type dapo compares whole numbers; the row's label is {label!r}") from None
+        raise ValueError(f"rm_type dapo compares whole numbers. The row's label is {label!r}") from None
     right = answer == wanted
     return {"score": 1.0 if right else -1.0, "acc": float(right)}
 

@@ -73,5 +73,5 @@ def by_reward_key(value: Any, args: Any) -> Any:
     if not key or not isinstance(value, Mapping):
         return value
     if key not in value:
-        raise InvalidScore(f"returned a dict without {key!r} (reward_key); it has {listing(map(str, value))}")
+        raise InvalidScore(f"returned a dict without {key!r} (reward_key). It has {listing(map(str, value))}")
     return {**value, "score": value[key]}

@@ -51,13 +51,13 @@ class WeightedSum(Reward):
         repeated = sorted({name for name in self.names if self.names.count(name) > 1 or name in RESERVED_PARTS})
         if repeated:
             raise ConfigError(
-                f"reward.kwargs.rewards: each part needs a distinct name, other than {', '.join(RESERVED_PARTS)}; "
-                f"got {', '.join(repeated)} from {', '.join(paths)}. The name is the last word of the path"
+                f"reward.kwargs.rewards: each part needs a distinct name, other than {', '.join(RESERVED_PARTS)}. "
+                f"Got {', '.join(repeated)} from {', '.join(paths)}. The name is the last word of the path"
             )
         own = dict(kwargs or {})
         if unknown := [name for name in own if name not in map(_name_of, paths)]:
             known = ", ".join(map(_name_of, paths))
-            raise ConfigError(f"reward.kwargs.kwargs: no part {listing(unknown)}; there are {known}")
+            raise ConfigError(f"reward.kwargs.kwargs: no part {listing(unknown)}. There are {known}")
         self._parts = [load_reward(path, kwargs=own.get(_name_of(path))) for path in paths]
 
     @property
@@ -119,8 +119,8 @@ def _checked_weights(weights: Any, count: int) -> list[float]:
         raise ConfigError(f"reward.kwargs.weights: expected a list of numbers, got {value_text(weights, 80)}")
     if unusable := [w for w in weights if not math.isfinite(w)]:
         raise ConfigError(
-            f"reward.kwargs.weights: {unusable[0]} is not finite; give finite numbers, 0 to only log a part"
+            f"reward.kwargs.weights: {unusable[0]} is not finite. Give finite numbers, 0 to only log a part"
         )
     if len(weights) != count:
-        raise ConfigError(f"reward.kwargs.weights: {len(weights)} weights for {count} rewards; give one for each")
+        raise ConfigError(f"reward.kwargs.weights: {len(weights)} weights for {count} rewards. Give one for each")
     return [float(weight) for weight in weights]

@@ -18,7 +18,7 @@ from verl_mt.extensions.compat.schedulers.swift_names import extract_logprobs_fr
 class MultiTurnScheduler:
     """Base of all schedulers: implement `step` (and perhaps `check_finished`), or replace `run`.
 
-    One object per process, shared by all trajectories; `infer_request.uuid` tells them apart. Hooks are called
+    One object per process, shared by all trajectories. `infer_request.uuid` tells them apart. Hooks are called
     positionally, may be plain functions (they run in threads) or async, and have a deadline
     (`multi_turn.interaction_timeout_s`). What they raise fails their trajectory and no other.
 
@@ -29,7 +29,7 @@ class MultiTurnScheduler:
         ...         return {"infer_request": infer_request}
 
     Attributes:
-        infer_engine: `infer_async(infer_request)` samples a turn; `tokenizer.encode` makes ids of foreign text that
+        infer_engine: `infer_async(infer_request)` samples a turn. `tokenizer.encode` makes ids of foreign text that
             hold no control tokens. Set before the first conversation.
     """
 
@@ -50,7 +50,7 @@ class MultiTurnScheduler:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's, whose `encode` makes no control tokens of foreign text; a subclass may set another."""
+        """The engine's, whose `encode` makes no control tokens of foreign text. A subclass may set another."""
         return self._tokenizer if self._tokenizer is not None else self.infer_engine.tokenizer
 
     @tokenizer.setter
@@ -67,7 +67,7 @@ class MultiTurnScheduler:
     def prepare_response_continuation(
         self, response_choice: ChatCompletionResponseChoice
     ) -> tuple[list[int], list[int], list[float]]:
-        """A turn's sampled ids, their mask (all 1) and their log-probs, to put more behind; copies."""
+        """A turn's sampled ids, their mask (all 1) and their log-probs, to put more behind. Copies."""
         ids = list(response_choice.token_ids or [])
         return ids, [1] * len(ids), extract_logprobs_from_choice(response_choice)
 
@@ -75,7 +75,7 @@ class MultiTurnScheduler:
         """Called by the default `run` before a trajectory's first turn. May be async.
 
         Args:
-            requests: a list of one; edit its `messages` in place to begin with another prompt.
+            requests: a list of one. Edit its `messages` in place to begin with another prompt.
         """
 
     def on_turn_end(
@@ -94,8 +94,8 @@ class MultiTurnScheduler:
         """What the model reads next. May be async.
 
         Args:
-            infer_request: the conversation, the model's newest turn included; edit its `messages` and return it.
-                Messages added behind it are a new turn; if the last message is the assistant's, the model goes on
+            infer_request: the conversation, the model's newest turn included. Edit its `messages` and return it.
+                Messages added behind it are a new turn. If the last message is the assistant's, the model goes on
                 inside it.
             response_choice: the newest turn.
             current_turn: its number, from 1.
@@ -111,9 +111,9 @@ class MultiTurnScheduler:
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> bool:
-        """Whether the conversation is over; by default when the turn was cut by length, or `max_turns` is reached.
+        """Whether the conversation is over. By default when the turn was cut by length, or `max_turns` is reached.
 
-        True or False; None counts as False, and anything else fails the trajectory.
+        True or False. None counts as False, and anything else fails the trajectory.
         """
         if response_choice.finish_reason == "length":
             return True
@@ -124,7 +124,7 @@ class MultiTurnScheduler:
 
         Args:
             infer_request: as the last hook left it. A parameter named `requests` gets a list of it instead.
-            reason: the stop reason; `error` where something raised, `engine` where the engine went away (the
+            reason: the stop reason. `error` where something raised, `engine` where the engine went away (the
                 trajectory then starts again), `cancelled` where the run ended. A parameter named `error` gets the
                 exception, or None.
         """

@@ -97,7 +97,7 @@ def load_scheduler(path: str, *, max_turns: int | None = None, kwargs: Mapping[s
         unknown = [] if takes_any else sorted(set(arguments) - set(signature.parameters) - {"max_turns"})
         if unknown:
             raise ConfigError(
-                f"{CONFIG_KEY}_kwargs: {kind.__name__} takes no {', '.join(unknown)}; its parameters: "
+                f"{CONFIG_KEY}_kwargs: {kind.__name__} takes no {', '.join(unknown)}. Its parameters: "
                 f"{', '.join(signature.parameters)}"
             )
         if not takes_any and "max_turns" not in signature.parameters:
@@ -179,7 +179,7 @@ class SchedulerDriver(RolloutDriver):
         if self._custom_run and returned is not None:
             take_outputs(conversation, returned)
         elif self._custom_run and not conversation.session.ended:
-            raise conversation.error("run", "it returned None; return a RolloutOutput, or a list of them")
+            raise conversation.error("run", "it returned None. Return a RolloutOutput, or a list of them")
 
     async def _run(self, conversation: SchedulerConversation) -> Any:
         """Runs on the rollout's loop. Waits for the scheduler's `run`, in its own thread."""
@@ -283,7 +283,7 @@ def take_outputs(conversation: SchedulerConversation, returned: Any) -> None:
         turn = _turn_of(conversation, output)
         if turn <= last:
             raise conversation.error(
-                "run", f"its outputs must end in different turns, in order; got turn {turn} after turn {last}"
+                "run", f"its outputs must end in different turns, in order. Got turn {turn} after turn {last}"
             )
         if not output.whole:
             _take(conversation, output, last, turn)
@@ -319,7 +319,7 @@ def _check(conversation: SchedulerConversation, output: RolloutOutput) -> None:
         if ids is not None:
             log_probs_of(output.rollout_logprobs, "rollout_logprobs", num_ids, num_ids if mask is None else sum(bits))
         elif output.rollout_logprobs is not None:
-            raise WrongValue("rollout_logprobs needs response_token_ids; leave it out, the engine's own are recorded")
+            raise WrongValue("rollout_logprobs needs response_token_ids. Leave it out, the engine's own are recorded")
     except WrongValue as error:
         raise conversation.error("run", str(error)) from None
 

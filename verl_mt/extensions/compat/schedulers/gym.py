@@ -209,7 +209,7 @@ def _row_config(request: RolloutInferRequest) -> dict[str, Any]:
     manager = request.data_dict.get("ctx_config")
     if manager:
         raise DataError(
-            f"column ctx_config is {manager!r:.100}: context managers are not called; a scheduler's step may rewrite "
+            f"column ctx_config is {manager!r:.100}: context managers are not called. A scheduler's step may rewrite "
             "infer_request.messages, and a new record begins there"
         )
     return own
@@ -229,7 +229,7 @@ class OpenEnvWrapper:
         if importlib.util.find_spec("openenv") is None:
             raise PluginError(
                 "OpenEnvScheduler speaks to its server with the package openenv, which is not installed: pip install "
-                "openenv. An environment in this process is an Env (gym_scheduler); a scheduler whose _create_env "
+                "openenv. An environment in this process is an Env (gym_scheduler). A scheduler whose _create_env "
                 "returns an object with reset, step and close needs no package"
             )
         self.base_url = str(env_config.get("base_url", "http://localhost:8000"))

@@ -235,12 +235,12 @@ class SchedulerConversation:
             raise self.error(
                 "step",
                 f"it returned no request: infer_request is {value_text(request, 100)} (keys: "
-                f"{listing(map(str, result))}); return {{'infer_request': infer_request}}",
+                f"{listing(map(str, result))}). Return {{'infer_request': infer_request}}",
             )
         self.request = request
         ids, mask = result.get("response_token_ids"), result.get("response_loss_mask")
         if mask is not None and ids is None:
-            raise self.error("step", "response_loss_mask needs response_token_ids of the same length; it returned none")
+            raise self.error("step", "response_loss_mask needs response_token_ids of the same length. It returned none")
         try:
             self.hand_in(ids, mask, result.get("rollout_logprobs"))
         except (LedgerError, TypeError, ValueError) as error:
@@ -403,13 +403,13 @@ class SchedulerConversation:
                 raise self.error("infer_async", f"request_config.{key} {reason}")
         if (getattr(config, "n", None) or 1) != 1:
             raise self.error(
-                "infer_async", f"request_config.n is {value_text(config.n)}: one turn at a time; call it again"
+                "infer_async", f"request_config.n is {value_text(config.n)}: one turn at a time. Call it again"
             )
         for key, neutral in _NEUTRAL.items():
             value = getattr(config, key, None)
             if value is not None and value not in neutral:
                 raise self.error(
-                    "infer_async", f"request_config.{key} is {value_text(value)}: not offered; leave it out"
+                    "infer_async", f"request_config.{key} is {value_text(value)}: not offered. Leave it out"
                 )
         limit = getattr(config, "max_tokens", None)
         try:

@@ -61,7 +61,7 @@ class _TipsWhenWrong(MultiTurnScheduler):
         if super().check_finished(infer_request, response_choice, current_turn):
             return True
         if "solution" not in infer_request.data_dict:
-            raise DataError(f"{type(self).__name__} needs the column solution, or a ground truth; the row has neither")
+            raise DataError(f"{type(self).__name__} needs the column solution, or a ground truth. The row has neither")
         answer, solution = str(infer_request.messages[-1]["content"]), infer_request.data_dict["solution"]
         if self._num_tips(infer_request) >= self.max_tips:
             return True

@@ -68,7 +68,7 @@ class Template:
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise PluginError(
-            "ms-swift's Template is not offered: the run renders prompts by the model's chat template; a scheduler's "
+            "ms-swift's Template is not offered: the run renders prompts by the model's chat template. A scheduler's "
             "self.tokenizer encodes text"
         )
 
@@ -128,7 +128,7 @@ class ContextManager:
     def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
         """Of the base: says what to use instead."""
         raise PluginError(
-            f"{type(self).__name__}: context managers are not called; a scheduler's step may rewrite "
+            f"{type(self).__name__}: context managers are not called. A scheduler's step may rewrite "
             "infer_request.messages, and a new record begins there"
         )
 
@@ -142,7 +142,7 @@ class PRM:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise PluginError(
-            f"{type(self).__name__}: process rewards are not offered; a tool's or interaction's score of "
+            f"{type(self).__name__}: process rewards are not offered. A tool's or interaction's score of "
             "a turn is (reward.placement=turn)"
         )
 

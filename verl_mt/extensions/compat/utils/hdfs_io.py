@@ -50,6 +50,6 @@ def _local(path: str) -> str:
     text = os.fspath(path)
     if text.startswith("hdfs://"):
         raise ConfigError(
-            f"{text}: HDFS is not offered; give a local folder, and copy it with `hdfs dfs -put` afterwards"
+            f"{text}: HDFS is not offered. Give a local folder, and copy it with `hdfs dfs -put` afterwards"
         )
     return text

@@ -297,7 +297,7 @@ def _conversation(line: str, where: str) -> FileLine:
     except ValueError as error:
         raise DataError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object with prompt, tools, steps, template_kwargs; got {line[:80]}")
+        raise DataError(f"{where}: expected a JSON object with prompt, tools, steps, template_kwargs. Got {line[:80]}")
     prompt = _field(row, "prompt", where, _is_messages, "a list of messages with at least one, each with a role")
     tools = _field(row, "tools", where, _is_tools, "a list of tool schemas, or null")
     steps = _field(row, "steps", where, _is_objects, "a list of steps, each an object with a type")
@@ -310,7 +310,7 @@ def _conversation(line: str, where: str) -> FileLine:
 def _field(row: dict[str, Any], key: str, where: str, fits: Callable[[Any], bool], wanted: str) -> Any:
     value = row.get(key)
     if not fits(value):
-        raise DataError(f"{where}: {key}: expected {wanted}; got {json.dumps(value, ensure_ascii=False)[:80]}")
+        raise DataError(f"{where}: {key}: expected {wanted}. Got {json.dumps(value, ensure_ascii=False)[:80]}")
     return value
 
 
@@ -335,13 +335,13 @@ def _check_step(step: dict[str, Any], where: str) -> None:
     if kind == "sample":
         ids = step.get("ids")
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise DataError(f"{where}: a sample needs ids, a list of token ids; got {json.dumps(ids)[:80]}")
+            raise DataError(f"{where}: a sample needs ids, a list of token ids. Got {json.dumps(ids)[:80]}")
         if step.get("message") is not None and not _is_message(step["message"]):
-            raise DataError(f"{where}: message: expected a message with a role; got {json.dumps(step['message'])[:80]}")
+            raise DataError(f"{where}: message: expected a message with a role. Got {json.dumps(step['message'])[:80]}")
     elif kind == "env":
         if not _is_messages(step.get("messages")):
             raise DataError(
-                f"{where}: env needs messages, a list with at least one; got {json.dumps(step.get('messages'))[:80]}"
+                f"{where}: env needs messages, a list with at least one. Got {json.dumps(step.get('messages'))[:80]}"
             )
     else:
         raise DataError(f"{where}: type: expected sample or env, got {json.dumps(kind)[:80]}")

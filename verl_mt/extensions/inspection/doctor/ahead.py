@@ -61,7 +61,7 @@ def measured_steps(run: str | Path) -> list[MeasuredStep]:
     for line in (line for file in files for line in read_jsonl_tolerant(file)):
         lines[line["step"]] = lines.get(line["step"], {}) | line
     if config.get("trainer", {}).get("max_staleness"):
-        raise DataError(f"{run / 'config.yaml'}: this run was asynchronous; name one with trainer.max_staleness=0")
+        raise DataError(f"{run / 'config.yaml'}: this run was asynchronous. Name one with trainer.max_staleness=0")
     found = []
     for file in row_files(run):
         seconds = lines.get(file.step, {}).get("time/step_s")
@@ -71,7 +71,7 @@ def measured_steps(run: str | Path) -> list[MeasuredStep]:
         rollout = lines[file.step]["time/rollout_s"]
         found.append(MeasuredStep(rollout, min(sampling, rollout), seconds - rollout))
     if len(found) <= _FIRST_STEPS:
-        raise DataError(f"{run}: {len(found)} steps with rollout rows and times; it takes {_FIRST_STEPS + 1} or more")
+        raise DataError(f"{run}: {len(found)} steps with rollout rows and times. It takes {_FIRST_STEPS + 1} or more")
     return found[_FIRST_STEPS:]
 
 

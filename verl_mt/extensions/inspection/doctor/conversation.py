@@ -28,6 +28,8 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MAX_ROWS = 16
 """Rows of each entry whose prompts are rendered."""
 _MAX_PROMPTS = 2
+_NUM_NAMED = 12
+"""Tools that a line names."""
 _LIMITS: dict[StopReason | None, Callable[[Subject], object]] = {
     StopReason.MAX_TOKENS_PER_TURN: lambda subject: subject.rollout.max_tokens_per_turn,
     StopReason.RESPONSE_LENGTH: lambda subject: subject.rollout.response_length,
@@ -40,7 +42,7 @@ def template(subject: Subject) -> Iterator[Finding]:
     chat = subject.chat = build_rollout.build_chat(subject.config)
     history = chat.capabilities.history
     words = f"rewrites history: {', '.join(history)}" if history else "only appends (measured on three plain turns)"
-    yield ok(f"{type(chat.tokenizer).__name__} with {len(chat.tokenizer)} tokens; the template {words}")
+    yield ok(f"{type(chat.tokenizer).__name__} with {len(chat.tokenizer)} tokens. The template {words}")
     if chat.capabilities.uses_clock:
         yield warning(
             "the chat template reads the clock: the prompts of two days differ, and a resumed run is another one",
@@ -64,7 +66,7 @@ def stop_tokens(subject: Subject) -> Iterator[Finding]:
     if unknown:
         yield error(
             f"{_ROLLOUT}.stop_token_ids: {unknown} are no tokens of this tokenizer, which has {size}",
-            "give ids of this tokenizer; tokenizer.convert_tokens_to_ids finds them",
+            "give ids of this tokenizer. tokenizer.convert_tokens_to_ids finds them",
         )
     for text in rollout.stop:
         if any(text in chat.decode([i]) for i in ends):
@@ -89,7 +91,8 @@ def tools(subject: Subject) -> Iterator[Finding]:
     if found is None:
         yield ok("none are configured")
         return
-    yield ok(", ".join(found.names))
+    rest = len(found.names) - _NUM_NAMED
+    yield ok(", ".join(found.names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else ""))
 
 
 def tool_calls(subject: Subject) -> Iterator[Finding]:
@@ -227,7 +230,7 @@ def schedule(subject: Subject) -> Iterator[Finding]:
             "choose data.train_batch_size x rollout.n as a multiple of the ranks",
         )
     if config.data.val_files is None:
-        yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples; nothing is validated")
+        yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples. Nothing is validated")
     else:
         yield ok(f"{steps} steps of {batch} prompts x {subject.rollout.n} samples")
 
@@ -241,7 +244,7 @@ def rollout(subject: Subject) -> Iterator[Finding]:
         reason = (failed[0].error or "no error was recorded").strip().splitlines()[-1]
         yield error(
             f"{len(failed)} of {len(found)} trajectories {failed[0].status}: {reason}",
-            "a run would count them and train without them; repair what raised",
+            "a run would count them and train without them. Repair what raised",
         )
         return
     yield from tool_trouble(subject, found)
@@ -261,7 +264,7 @@ def rollout(subject: Subject) -> Iterator[Finding]:
     if counted:
         yield warning(
             f"the sanity check finds a mismatch: {counted[0]}",
-            "verl-mt doctor --only template --model PATH says why; docs/templates.md what to do",
+            "verl-mt doctor --only template --model PATH says why. docs/templates.md what to do",
         )
     # A simulated user who is never content asks on until something is full: that comes after the answer.
     longest = max(len(talk.turns) for talk in talks)
@@ -276,6 +279,6 @@ def rollout(subject: Subject) -> Iterator[Finding]:
     stops = Counter(str(t.stop_reason) for t in found)
     rewards = sorted({f"{t.reward:.4g}" for t in found if t.reward is not None})
     yield ok(
-        f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}; "
-        f"reward of the scripted answer: {', '.join(rewards) or 'none'}"
+        f"{len(found)} trajectories, {', '.join(f'{n} {reason}' for reason, n in stops.items())}. "
+        f"Reward of the scripted answer: {', '.join(rewards) or 'none'}"
     )

@@ -66,7 +66,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
 def _read(subject: Subject, file: str) -> Iterator[_Demo]:
     """Raises: DataError: what supervised training would refuse."""
     if Path(file).expanduser().is_dir():
-        raise DataError(f"{_KEY}: {file} is a folder; give a parquet, JSON or JSONL file of conversations (`messages`)")
+        raise DataError(f"{_KEY}: {file} is a folder. Give a parquet, JSON or JSONL file of conversations (`messages`)")
     chat = subject.known_chat
     rows = conversations(read_rows(file, _KEY), list(islice(subject.train_rows(), _MOST)), file)
     found = load_demonstrations(file, chat, _KEY, data=subject.config.data, tools=subject.tools, rows=rows)

@@ -173,7 +173,7 @@ def _look(check: Check, subject: Subject) -> Iterator[Finding]:
     except Exception as raised:
         if os.environ.get("VERL_MT_TRACEBACK") == "1":
             raise
-        yield error(error_text(raised, named=True), "VERL_MT_TRACEBACK=1 shows where; a run would end there as well")
+        yield error(error_text(raised, named=True), "VERL_MT_TRACEBACK=1 shows where. A run would end there as well")
 
 
 def show(findings: Sequence[Finding], console: Console | None = None) -> int:

@@ -80,7 +80,7 @@ class Inquiry(Conversations):
             random = [*chance(self, forms[0], 0.0)]
             yield from random
             if not random:
-                yield not_looked_at("by its source, the reward reads no ground truth; --demos FILE shows what it pays")
+                yield not_looked_at("by its source, the reward reads no ground truth. --demos FILE shows what it pays")
             return
         right, wrong, nothing = self._ask(forms)
         if not _pays(right, wrong) and self._can_call():
@@ -151,21 +151,21 @@ class Inquiry(Conversations):
         told = f"{where}: truth {text!r}, asked as {forms_shown(right)}{how}"
         if max(values) - min(values) <= SAME:
             if self.subject.rewarded_demos:
-                yield ok(f"{values[0]:.4g} for the truth in its usual forms; the demonstrations show what it rewards")
+                yield ok(f"{values[0]:.4g} for the truth in its usual forms. The demonstrations show what it rewards")
                 return
             asked = asked_forms(self.prompts[0])
             constant = only_constant(self._function())
             if values[0] <= 0 and constant is None:
                 yield not_looked_at(
                     f"no form of the answer was found that the reward pays, it is {values[0]:.4g} for right, wrong and "
-                    f"none ({told}); --demos FILE shows it finished conversations"
+                    f"none ({told}). --demos FILE shows it finished conversations"
                 )
                 return
             also = f", also for {listing(map(shown, asked))}, which the prompt asks for" if asked else ""
             also += ", and its source returns nothing else" if constant is not None else ""
             yield warning(
                 f"the reward is {values[0]:.4g} for every answer: right, wrong and none{also} ({told})",
-                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE shows "
+                "see how the reward finds the answer in the text, and what it compares it with. --demos FILE shows "
                 "it your conversations",
             )
         elif better:
@@ -175,12 +175,12 @@ class Inquiry(Conversations):
                 "look at the sign and the comparison in the reward",
             )
         elif self.subject.rewarded_demos:
-            yield ok("it does not tell the truth from a wrong answer in the usual forms; the demonstrations do better")
+            yield ok("it does not tell the truth from a wrong answer in the usual forms. The demonstrations do better")
         else:
             yield warning(
                 f"the reward is the same for right and wrong answers, {min(values):.4g} to {max(values):.4g} by their "
                 f"form ({told})",
-                "see how the reward finds the answer in the text, and what it compares it with; --demos FILE shows "
+                "see how the reward finds the answer in the text, and what it compares it with. --demos FILE shows "
                 "it your conversations",
             )
 
@@ -194,7 +194,7 @@ class Inquiry(Conversations):
         row = self.prompts[0].row
         yield warning(
             f"the prompt of {row.place} asks for {listing(map(shown, asked))}, for which the reward "
-            f"of the truth is {max(right[form] for form in asked):.4g}; it is {max(right[f] for f in paying):.4g} for "
+            f"of the truth is {max(right[form] for form in asked):.4g}. It is {max(right[f] for f in paying):.4g} for "
             f"{listing(map(shown, paying[:3]))}",
             "let the reward read the form that the prompt asks for (its regular expression, say), or change the prompt",
         )

@@ -70,7 +70,7 @@ def forgotten(subject: Subject) -> Iterator[Finding]:
     if data.train_files == _DEFAULT_TASK and data.train_max_samples < 0:
         yield error(
             "data.train_files is not set: without it the run trains on the default task's made-up arithmetic",
-            "name your rows in data.train_files (.parquet, .jsonl or .json); for the default task leave --config-name "
+            "name your rows in data.train_files (.parquet, .jsonl or .json). For the default task leave --config-name "
             "out",
         )
     elif data.train_files != _DEFAULT_TASK and path == _SHIPPED and given and _MODEL not in given:

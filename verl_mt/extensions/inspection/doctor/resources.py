@@ -125,10 +125,10 @@ def memory(subject: Subject) -> Iterator[Finding]:
     host = f"; {demand.host_bytes / GB:,.1f} GB of main memory" if demand.host_bytes else ""
     words = f"about {needed / GB:,.1f} GB per rank ({told}{host})"
     if device is None:
-        yield ok(f"{words}; the workers' devices are not here to compare with")
+        yield ok(f"{words}. The workers' devices are not here to compare with")
     elif needed > device:
         yield error(
-            f"{words}; there are {device / GB:,.1f} GB",
+            f"{words}. There are {device / GB:,.1f} GB",
             "lower actor.ppo_max_token_len, set model.enable_gradient_checkpointing=True, "
             "actor.optimizer_offload=True or model.lora_rank, or use more ranks (trainer.n_workers_per_node)",
         )
@@ -147,10 +147,12 @@ def step_time(subject: Subject) -> Iterator[Finding]:
     ahead = subject.config.trainer.steps_ahead
     seconds = found.ahead_s(ahead, one_device=subject.rollout.placed == "colocated")
     beside = f", of which {found.step_s - seconds:,.1f} beside each other (max_staleness={ahead})" if ahead else ""
+    run_s = seconds * subject.total_steps
+    length = f"{run_s / 60:,.1f} min" if run_s < 3600 else f"{run_s / 3600:,.2f} h"
     yield ok(
         f"about {seconds:,.1f} s a step on {device}: rollout{sampling_of(subject)} {found.rollout_s:,.1f}, update "
-        f"{found.update_s:,.1f}{told}{beside}; all {subject.total_steps} steps "
-        f"{seconds * subject.total_steps / 3600:,.2f} h (tools aside, if responses fill half of their length)"
+        f"{found.update_s:,.1f}{told}{beside}. All {subject.total_steps} steps "
+        f"{length} (tools aside, if responses fill half of their length)"
     )
     # A GPU has bfloat16 for its speed, and so has a CPU with AMX; others compute in it and are slower.
     if device == "cpu" and dtype == "bfloat16":

@@ -102,7 +102,7 @@ def chance(inquiry: Conversations, form: str, difference: float) -> Iterator[Fin
         yield warning(
             f"the reward of the same conversation differs: {min(values):.4g} to {max(values):.4g} in {len(values)} "
             f"tries ({prompt.row.place}, {answer[-60:]!r}): the reward is random",
-            "take chance out of the reward; a judge is asked at temperature 0",
+            "take chance out of the reward. A judge is asked at temperature 0",
         )
 
 

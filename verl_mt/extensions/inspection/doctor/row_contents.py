@@ -79,7 +79,7 @@ def _repeated(rows: Sequence[DataRow]) -> Iterator[tuple[str, str]]:
         yield (
             f"{len(again)} of {len(rows)} rows repeat the prompt and ground truth of an earlier row (the first is "
             f"{again[0].place}): only {len(first)} are different",
-            "leave the repetitions out; more passes over the rows are trainer.total_epochs",
+            "leave the repetitions out. More passes over the rows are trainer.total_epochs",
         )
 
 

@@ -37,7 +37,7 @@ def plugins(subject: Subject) -> Iterator[Finding]:
     import_plugins(subject.config.external_plugins)
     trainer = subject.config.trainer
     require_trackers(trainer.logger, spans=subject.rollout.trace.backend)
-    yield ok(f"{len(subject.config.external_plugins)} plug-in(s); trackers: {', '.join(trainer.logger) or 'none'}")
+    yield ok(f"{len(subject.config.external_plugins)} plug-in(s). Trackers: {', '.join(trainer.logger) or 'none'}")
     offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     known = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()
     if "wandb" in trainer.logger and not offline and not known:
@@ -61,7 +61,7 @@ def engine(subject: Subject) -> Iterator[Finding]:
     if trainer.device == "cuda" and not torch.cuda.is_available():
         text = "trainer.device=cuda, and torch finds no CUDA device here"
         if trainer.placement == "ray":
-            yield warning(text, "fine if only the workers have GPUs; run the doctor where the trainer will run")
+            yield warning(text, "fine if only the workers have GPUs. Run the doctor where the trainer will run")
         else:
             yield error(text, "set trainer.device=cpu or auto, or run where the GPU is")
             return
@@ -101,7 +101,7 @@ def ratios(subject: Subject) -> Iterator[Finding]:
         yield warning(
             f"{_ROLLOUT}.temperature is {rollout.temperature}: "
             + ("samples of a group are nearly alike" if rollout.temperature < 1 else "samples are mostly noise"),
-            "train at 1; validate at another temperature with val_kwargs.temperature",
+            "train at 1. Validate at another temperature with val_kwargs.temperature",
         )
     corrections = f"corrected by {options.rollout_is or options.rollout_rs}" if corrected else "not corrected"
     yield ok(f"sampled at T={rollout.temperature:g} over the whole vocabulary, {corrections}")

@@ -347,7 +347,7 @@ def load_machine(path: Path) -> Machine:
     given = json.loads(path.read_text())
     known = {field.name for field in dataclasses.fields(Machine)}
     if unknown := sorted(set(given) - known):
-        raise ConfigError(f"{path}: {', '.join(unknown)} not known; it takes {', '.join(sorted(known))}")
+        raise ConfigError(f"{path}: {', '.join(unknown)} not known. It takes {', '.join(sorted(known))}")
     return Machine(**{name: math.inf if value is None else float(value) for name, value in given.items()})
 
 

@@ -117,7 +117,7 @@ class ReportServer(ThreadingHTTPServer):
         try:
             super().__init__((_HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port {port}: {error}; leave it out to get a free one") from error
+            raise ConfigError(f"--port {port}: {error}. Leave it out to get a free one") from error
 
     @property
     def url(self) -> str:

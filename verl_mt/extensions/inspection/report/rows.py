@@ -44,7 +44,7 @@ def _chosen(run: Path, step: int | None, split: str) -> list[RowFile]:
     if not files:
         named = ("" if step is None else f" of step {step}") + f" of split {split}"
         there = ", ".join(sorted({f"{f.split} {f.step}" for f in row_files(run)})[:20]) or "none"
-        raise DataError(f"{run}: no rollout rows{named}; there are: {there}")
+        raise DataError(f"{run}: no rollout rows{named}. There are: {there}")
     return files
 
 

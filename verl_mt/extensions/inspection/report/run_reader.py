@@ -52,7 +52,7 @@ def open_run(path: str | Path) -> Run:
             else f"holds none of {', '.join(_TRACES)}, and no run lies in it"
         )
         raise DataError(
-            f"{folder}: not a run directory (it {what}); name one that `python -m verl_mt.trainer` wrote, "
+            f"{folder}: not a run directory (it {what}). Name one that `python -m verl_mt.trainer` wrote, "
             "such as runs/tiny"
         )
     run = read_curves(folder)

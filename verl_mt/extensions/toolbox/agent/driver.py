@@ -100,7 +100,7 @@ class AgentDriver(RolloutDriver):
             ) from failure
         if session.trajectory.num_turns == 0:
             raise UserCodeError(
-                f"agent {self._agent.path}, row {row.index + 1}: it returned without asking {url} for anything; give "
+                f"agent {self._agent.path}, row {row.index + 1}: it returned without asking {url} for anything. Give "
                 "its client base_url and api_key"
             )
         session.end(StopReason.FINISHED)

@@ -83,18 +83,18 @@ def _read(body: Any) -> ChatRequest:
     given = {key: value for key, value in body.items() if value is not None}
     unknown = [key for key in given if key not in (*_SET_BY_THE_RUN, *_WITHOUT_EFFECT, *_READ)]
     if unknown:
-        raise RequestError(f"{', '.join(unknown)}: not offered by this endpoint; leave it out")
+        raise RequestError(f"{', '.join(unknown)}: not offered by this endpoint. Leave it out")
     if given.get("n", 1) != 1:
         raise RequestError(
-            f"n is {value_text(given['n'])}: one choice per request; the run samples several whole trajectories"
+            f"n is {value_text(given['n'])}: one choice per request. The run samples several whole trajectories"
         )
     if given.get("top_logprobs"):
-        raise RequestError("top_logprobs: only the sampled token's own log-prob is known; leave it out")
+        raise RequestError("top_logprobs: only the sampled token's own log-prob is known. Leave it out")
     if _mapping(given, "response_format").get("type", "text") != "text":
-        raise RequestError("response_format: constrained decoding would change the policy's distribution; leave it out")
+        raise RequestError("response_format: constrained decoding would change the policy's distribution. Leave it out")
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise RequestError(f"tool_choice is {value_text(choice)}: a policy is not forced to call; use auto or none")
+        raise RequestError(f"tool_choice is {value_text(choice)}: a policy is not forced to call. Use auto or none")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(body["messages"])]
     tools = _tools(given.get("tools", []))
     return ChatRequest(
@@ -155,7 +155,7 @@ def _text(content: Any, where: str) -> str:
     odd = [part.get("type") for part in content if part.get("type") != "text"]
     if odd:
         kind = odd[0] if isinstance(odd[0], str) else value_text(odd[0], 80)
-        raise RequestError(f"{where}.content: parts of type {kind} are not offered by this endpoint; send text")
+        raise RequestError(f"{where}.content: parts of type {kind} are not offered by this endpoint. Send text")
     return "".join(text_of(part.get("text", ""), f"{where}.content") for part in content)
 
 

@@ -135,8 +135,8 @@ def clear_bits(session: EditableSession, start: int, ids: Sequence[int], mask: S
     where = session.trajectory.trajectory_id
     if len(mask) != len(ids):
         raise LedgerError(
-            f"{where}: response_loss_mask has {len(mask)} entries for {len(ids)} response_token_ids; "
-            "both must have the same length"
+            f"{where}: response_loss_mask has {len(mask)} entries for {len(ids)} response_token_ids. "
+            "Both must have the same length"
         )
     record = session.record
     shared = common_prefix(ids, record.token_ids[start:])
@@ -144,7 +144,7 @@ def clear_bits(session: EditableSession, start: int, ids: Sequence[int], mask: S
     if foreign:
         raise LedgerError(
             f"{where}: response_loss_mask sets {len(foreign)} bits (the first at {foreign[0]}) on response_token_ids "
-            f"that the engine did not sample (all behind the first {shared}); they have no log-prob, set them to 0"
+            f"that the engine did not sample (all behind the first {shared}). They have no log-prob, set them to 0"
         )
     cleared = record.clear_mask([start + j for j in range(shared) if not mask[j]])
     session.count("masked_tokens", cleared)
@@ -178,7 +178,7 @@ def _rewrite(
         if list(ids) != recorded:
             raise LedgerError(
                 f"{session.trajectory.trajectory_id}: step() rewrote the history and returned {len(ids)} "
-                f"response_token_ids that are not the {len(recorded)} sampled ones; the turn stays as it was sampled: "
+                f"response_token_ids that are not the {len(recorded)} sampled ones. The turn stays as it was sampled: "
                 "return its own token_ids, or none"
             )
     session.rewrite(messages, tools or [])

@@ -113,7 +113,7 @@ class SimulatedUser(BaseInteraction):
         except (KeyError, IndexError) as error:
             raise ValueError(
                 f"interaction {self.name!r}: system_prompt names {error}, which interaction_kwargs of the row does not "
-                f"have; it has: {', '.join(sorted(row))}"
+                f"have. It has: {', '.join(sorted(row))}"
             ) from error
         turns: list[dict[str, str]] = []
         for message in messages:
@@ -143,7 +143,7 @@ class SimulatedUser(BaseInteraction):
             text = f"{where} answered {error.status_code}: {error.message}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 raise EngineGoneError(text) from error
-            raise ValueError(f"{text}; check model, api_key_env and extra_body") from error
+            raise ValueError(f"{text}. Check model, api_key_env and extra_body") from error
         except openai.APIConnectionError as error:
             raise EngineGoneError(
                 f"{where} does not answer after {self._set['max_retries'] + 1} attempts: {error}"

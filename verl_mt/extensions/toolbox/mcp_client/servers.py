@@ -82,7 +82,7 @@ def read_servers(entry: McpEntry, *, beside: Path) -> dict[str, McpServer]:
         where = entry.mcp_servers_config_path
         servers = _read_file(Path(where).expanduser(), beside)
     if not servers:
-        raise ConfigError(f"{where}: no servers; write mcpServers: {{name: {{url: ...}}}}")
+        raise ConfigError(f"{where}: no servers. Write mcpServers: {{name: {{url: ...}}}}")
     found = {}
     for name, spec in servers.items():
         if not isinstance(spec, Mapping):
@@ -99,7 +99,7 @@ def _read_file(path: Path, beside: Path) -> Any:
     file = next((c for c in candidates if c.is_file()), None)
     if file is None:
         raise ConfigError(
-            f"mcp.mcp_servers_config_path: no file {str(path)!r}; looked at {', '.join(map(str, candidates))}"
+            f"mcp.mcp_servers_config_path: no file {str(path)!r}. Looked at {', '.join(map(str, candidates))}"
         )
     try:
         content = parse_json(read_bytes(file, MAX_YAML_BYTES)) if file.suffix == ".json" else read_yaml(file)

@@ -66,7 +66,7 @@ def _listen(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --port (0 = any)") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}. Choose another --port (0 = any)") from error
     return bound
 
 
@@ -75,7 +75,7 @@ def _build(args: argparse.Namespace) -> Any:
         from verl_mt.extensions.toolbox.retrieval.lexical import BM25Index, read_corpus
         from verl_mt.extensions.toolbox.retrieval.server import make_app
     except ImportError as error:
-        raise ConfigError(f'{error.name} is not installed; pip install "verl_mt[search]"') from error
+        raise ConfigError(f'{error.name} is not installed: pip install "verl_mt[search]"') from error
     if args.topk < 1:
         raise ConfigError(f"--topk is {args.topk}, must be at least 1")
     passages = read_corpus(args.corpus)

@@ -40,7 +40,7 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
 
         if options.pooling not in POOLINGS:
-            raise ConfigError(f"--pooling is {options.pooling!r}; expected one of {', '.join(POOLINGS)}")
+            raise ConfigError(f"--pooling is {options.pooling!r}. Expected one of {', '.join(POOLINGS)}")
         self.options = options
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(options.model)

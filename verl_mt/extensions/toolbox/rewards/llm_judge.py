@@ -124,7 +124,7 @@ class LLMJudge(Reward):
             return self._set["prompt"].format_map(fields)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise _Refused(
-                f"reward.kwargs.prompt names {error}, which there is not; there are {', '.join(sorted(fields))}. "
+                f"reward.kwargs.prompt names {error}, which there is not. There are {', '.join(sorted(fields))}. "
                 "Write {{ and }} for braces"
             ) from error
 
@@ -148,7 +148,7 @@ class LLMJudge(Reward):
                 messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": reminder}]
         raise _Unavailable(
             f"the judge at {self._set['base_url']} gave no score from {self._low:g} to {self._high:g} in "
-            f"{self._set['max_asked']} replies; the last one: {reply[-200:]!r}"
+            f"{self._set['max_asked']} replies. The last one: {reply[-200:]!r}"
         )
 
     async def _ask(self, client: Any, messages: list[dict[str, str]], give_up: float) -> str:
@@ -173,7 +173,7 @@ class LLMJudge(Reward):
                 problem = f"answered {code}: {error.message.removeprefix(f'Error code: {code} - ')}"
                 if code < 500 and code != 429:
                     raise _Refused(
-                        f"the judge at {self._set['base_url']} {problem}; check model, api_key_env and extra_body"
+                        f"the judge at {self._set['base_url']} {problem}. Check model, api_key_env and extra_body"
                     ) from error
                 pause_s = max(pause_s, _retry_after(error.response.headers))
             except openai.APIError as error:

@@ -90,7 +90,7 @@ def readable_paths(python: str, extra: tuple[str, ...] = ()) -> list[str]:
         detail = getattr(error, "stderr", None) or error
         raise PluginError(f"python: {python!r} does not start: {str(detail).strip()[-300:]}") from error
     if tuple(version) < (3, 9):
-        raise PluginError(f"python: {python!r} is Python {version[0]}.{version[1]}; 3.9 or newer is needed")
+        raise PluginError(f"python: {python!r} is Python {version[0]}.{version[1]}, but 3.9 or newer is needed")
     found = {stdlib, platstdlib, purelib, platlib, *_SYSTEM}
     found |= {path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if os.path.isabs(path)}
     found |= {str(Path(prefix) / name) for prefix in prefixes for name in ("lib", "lib64")}

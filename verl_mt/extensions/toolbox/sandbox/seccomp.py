@@ -190,7 +190,7 @@ def build_filter(machine: str | None = None) -> bytes:
     """
     machine = platform.machine() if machine is None else machine
     if machine not in _AUDIT:
-        raise PluginError(f"there is no system-call filter for {machine}; supported: {', '.join(_AUDIT)}")
+        raise PluginError(f"there is no system-call filter for {machine}. Supported: {', '.join(_AUDIT)}")
     column, audit = _AUDIT[machine]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),

@@ -158,7 +158,7 @@ def discover(mcp: Any, config: dict[str, Any], *, beside: Path) -> list[Offer]:
     try:
         from verl_mt.extensions.toolbox.mcp_client.connection import wait_for
     except ImportError as error:
-        raise PluginError(f'MCP tools need the mcp package ({error}); pip install "verl_mt[mcp]"') from error
+        raise PluginError(f'MCP tools need the mcp package ({error}): pip install "verl_mt[mcp]"') from error
     found = wait_for(_ask_all(servers, settings))
     connections = list({id(c): c for c, _ in found}.values())
     try:

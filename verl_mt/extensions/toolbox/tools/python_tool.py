@@ -173,5 +173,5 @@ def _end(state: _State) -> None:
 def _refuse(kwargs: dict[str, Any], method: str) -> None:
     if kwargs:
         raise ValueError(
-            f"the Python tool reads no {method}_kwargs, got {sorted(kwargs)}; its settings are in the tools file"
+            f"the Python tool reads no {method}_kwargs, got {sorted(kwargs)}. Its settings are in the tools file"
         )

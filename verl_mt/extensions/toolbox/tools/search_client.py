@@ -114,7 +114,7 @@ class SearchSettings:
         workers = [given.pop(name) for name in ("num_workers", "rate_limit") if name in given]
         if workers:
             if "concurrency" in given:
-                raise ValueError(f"{where}: concurrency is num_workers and rate_limit in one; give only concurrency")
+                raise ValueError(f"{where}: concurrency is num_workers and rate_limit in one. Give only concurrency")
             given["concurrency"] = min(workers)
         return cls(**_known(given, [field.name for field in dataclasses.fields(cls)], where))
 
@@ -137,7 +137,7 @@ _NAMES = {str: "text", int: "a whole number", float: "a number"}
 def _only(given: dict[str, Any], alias: str, name: str, where: str) -> Any:
     value = given.pop(alias)
     if name in given:
-        raise ValueError(f"{where}: {alias} and {name} are the same setting; give one of them")
+        raise ValueError(f"{where}: {alias} and {name} are the same setting. Give one of them")
     return value
 
 

@@ -230,7 +230,7 @@ const Conversation = (() => {
       first && el("button", { class: "plain first-trained", onclick: () => {
         pick(first, true);
         first.scrollIntoView({ block: "center" });
-      } }, "Go to the first trained token"));
+      } }, "First trained token"));
   }
 
   function recolour() {

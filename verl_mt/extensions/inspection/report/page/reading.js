@@ -85,7 +85,7 @@ const Reading = (() => {
     } }, `Next failed call (${failed.length})`);
     return el("p", { class: "controls reading-bar" }, el("button", { onclick: () => fold(false) }, "Fold all"),
       el("button", { onclick: () => fold(true) }, "Unfold all"), next,
-      el("button", { class: "plain", onclick: openTokens }, "Go to the first trained token"));
+      el("button", { class: "plain", onclick: openTokens }, "First trained token"));
   }
 
   return { render };

@@ -25,7 +25,7 @@ const Timeline = (() => {
     Dom.replace(node, el("p", { class: "quiet" }, "opening…"));
     const rollouts = Store.state.rollouts.filter((r) => r.run === run.number && r.split === "train" && r.step === step);
     const all = await Promise.all(rollouts.map((r) => Store.details(r)));
-    const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((loop_thread) => loop_thread.spans.length);
+    const lanes = rollouts.map((r, k) => ({ rollout: r, spans: all[k].spans })).filter((lane) => lane.spans.length);
     const engines = lanes.length ? await sampled(run, step) : new Map();
     if (location.hash !== asked) return; // the reader has gone on
     const critical = run.critical[step] ?? null;
@@ -60,7 +60,7 @@ const Timeline = (() => {
       .map(([phase, s]) => `${phase} ${number(100 * s, 2)} %`).join(", ");
     return el("div", { class: "note" }, el("p", {}, el("strong", {}, "What held this rollout: "), critical.words),
       Number.isFinite(measured["critical_path/without_s"]) && el("p", {},
-        `The whole step, update and all, took ${seconds(measured["time/step_s"])}; without it, ${seconds(measured["critical_path/without_s"])}.`),
+        `The whole step, update and all, took ${seconds(measured["time/step_s"])}. Without it: ${seconds(measured["critical_path/without_s"])}.`),
       share && el("p", { class: "quiet" }, `Time of all conversations: ${share}.`));
   }
 
@@ -193,10 +193,10 @@ const Timeline = (() => {
   }
 
   function chart(lanes, critical, run, step, engines) {
-    const start = Math.min(...lanes.flatMap((loop_thread) => loop_thread.spans.map((s) => s[1])));
-    const end = Math.max(...lanes.flatMap((loop_thread) => loop_thread.spans.map((s) => s[2])));
+    const start = Math.min(...lanes.flatMap((lane) => lane.spans.map((s) => s[1])));
+    const end = Math.max(...lanes.flatMap((lane) => lane.spans.map((s) => s[2])));
     const on = new Set((critical?.segments ?? []).map((s) => s.trajectory_id));
-    const last = (loop_thread) => Math.max(...loop_thread.spans.filter((s) => s[0] !== "reward").map((s) => s[2]), start);
+    const last = (lane) => Math.max(...lane.spans.filter((s) => s[0] !== "reward").map((s) => s[2]), start);
     if (view.order === "end") lanes.sort((a, b) => on.has(b.rollout.id) - on.has(a.rollout.id) || last(b) - last(a));
     const width = 1000;
     const scale = (t) => (width * (t - start)) / Math.max(end - start, 1e-9);
@@ -211,14 +211,14 @@ const Timeline = (() => {
       drawing.append(svg("line", { x1: (width * k) / 4, x2: (width * k) / 4, y1: 0, y2: height - 20, class: "grid" }));
     }
     drawing.append(...above(busy, engines, step, scale, start, end));
-    lanes.forEach((loop_thread, k) => {
-      const row = svg("g", { class: "loop_thread", "data-n": loop_thread.rollout.number });
-      row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "loop_thread-back" }));
-      for (const [phase, a, b, turn, name] of loop_thread.spans) {
+    lanes.forEach((lane, k) => {
+      const row = svg("g", { class: "lane", "data-n": lane.rollout.number });
+      row.append(svg("rect", { x: 0, y: top + k * ROW, width, height: ROW, class: "lane-back" }));
+      for (const [phase, a, b, turn, name] of lane.spans) {
         row.append(bar(`phase-${phase}`, scale, a, b, top + k * ROW + 2, ROW - 4,
-          `${loop_thread.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on`));
+          `${lane.rollout.id}: ${phase}${name ? ` ${name}` : ""}, turn ${turn}, ${seconds(b - a)}, from ${seconds(a - start)} on`));
       }
-      row.addEventListener("click", () => { location.hash = App.linkTo(loop_thread.rollout); });
+      row.addEventListener("click", () => { location.hash = App.linkTo(lane.rollout); });
       drawing.append(row);
     });
     drawing.append(...path(lanes, critical, scale, start));
@@ -231,7 +231,7 @@ const Timeline = (() => {
 
   // The critical path as a line from bar to bar.
   function path(lanes, critical, scale, start) {
-    const place = new Map(lanes.map((loop_thread, k) => [loop_thread.rollout.id, k]));
+    const place = new Map(lanes.map((lane, k) => [lane.rollout.id, k]));
     const found = [];
     let before = null;
     for (const s of critical?.segments ?? []) {
@@ -248,9 +248,10 @@ const Timeline = (() => {
   // The same in words, a row per piece.
   function chain(critical, lanes) {
     if (!critical?.segments?.length) return null;
-    const known = new Map(lanes.map((loop_thread) => [loop_thread.rollout.id, loop_thread.rollout]));
+    const known = new Map(lanes.map((lane) => [lane.rollout.id, lane.rollout]));
     return el("section", {}, el("h3", {}, "The critical path"), el("div", { class: "scroll" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["from", "took", "phase", "turn", "rollout"].map((h) => el("th", { scope: "col" }, h)))),
+      el("thead", {}, el("tr", {}, ["from", "took", "phase", "turn", "rollout"].map((h) =>
+        el("th", { scope: "col", class: ["phase", "rollout"].includes(h) ? "" : "num" }, h)))),
       el("tbody", {}, critical.segments.map((s) => el("tr", {},
         el("td", { class: "num" }, seconds(s.start_s)), el("td", { class: "num" }, seconds(s.end_s - s.start_s)),
         el("td", {}, `${s.phase} ${s.name ?? ""}`), el("td", { class: "num" }, s.turn),
