@@ -186,7 +186,7 @@ def test_long_conversations_are_left_out_and_counted(chat, tmp_path):
 @pytest.mark.parametrize(
     "row, text",
     [
-        ({"prompt": "x"}, "neither a rollout nor a conversation.*it has prompt"),
+        ({"prompt": "x"}, "neither a rollout nor a conversation.*It has prompt"),
         ({"messages": [{"role": "user", "content": "?"}]}, "no assistant message"),
         (
             {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "weight": 0}]},
@@ -318,7 +318,7 @@ def test_supervised_training_reads_the_configuration_of_the_run(tmp_path):
     assert config.actor_rollout_ref.actor.optim.weight_decay == 0.3
     assert (config.data.train_files, config.trainer.total_training_steps) == ("demos.jsonl", None)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5  # RL's learning rate and steps are not this command's
-    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.n;"):
+    with pytest.raises(ConfigError, match=r"reads no actor_rollout_ref\.rollout\.n\. It reads"):
         sft.config_of("demos.jsonl", [*words, "actor_rollout_ref.rollout.n=4"])
 
 
@@ -500,9 +500,9 @@ def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, 
         assert sft.main(["--data", str(data), "--out", str(tmp_path / "out"), *given]) == 2
         assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
     for idle in ("actor_rollout_ref.rollout.n=4", "data.train_max_samples=3"):
-        with pytest.raises(ConfigError, match=f"reads no {idle.partition('=')[0]};"):
+        with pytest.raises(ConfigError, match=f"reads no {idle.partition('=')[0]}. It reads"):
             sft.config_of("demos.jsonl", [idle], rollouts=True)
-    with pytest.raises(ConfigError, match=r"without rollouts .* reads no actor_rollout_ref\.rollout\.response_length;"):
+    with pytest.raises(ConfigError, match=r"without rollouts .* reads no actor_rollout_ref\.rollout\.response_length\. It reads"):
         sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
     config = sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
     assert config.actor_rollout_ref.rollout.response_length == 64

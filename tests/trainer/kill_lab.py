@@ -217,7 +217,7 @@ def half_an_export(end: Callable[[], None]) -> None:
 
 
 def half_a_kept_group(end: Callable[[], None]) -> None:
-    before(Path, "replace", which=lambda path, *target: path.name.endswith(".pt.tmp"))(end)
+    before(Path, "replace", which=lambda path, *target: path.name.endswith(".group.tmp"))(end)
 
 
 def is_event(name: str) -> Callable[..., bool]:

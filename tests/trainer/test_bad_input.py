@@ -371,7 +371,7 @@ def test_a_template_that_loops_for_ever(refusal, tmp_path):
 
 
 def test_only_prompts_over_the_limit(refusal):
-    says(refusal("data.max_prompt_length=16"), "all 8 prompts are longer than data.max_prompt_length=16", "raise it")
+    says(refusal("data.max_prompt_length=16"), "all 8 prompts are longer than data.max_prompt_length=16", "Raise it")
 
 
 def test_lengths_that_the_model_does_not_have(refusal):

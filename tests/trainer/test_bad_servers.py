@@ -104,14 +104,14 @@ def test_a_url_that_does_not_answer(refusal):
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         text = refusal(f"actor_rollout_ref.rollout.servers=[{url}]")
     assert text.startswith(f"actor_rollout_ref.rollout.servers: {url} does not answer (ConnectError")
-    assert "does SGLang run there" in text
+    assert "Does SGLang run there" in text
 
 
 @pytest.mark.slow
 def test_a_server_that_lacks_a_call(refusal, serve):
     server = serve(resolve_model_path("verl_mt://tiny"), tuple(c for c in _CALLS if c != "/begin_weight_update"))
     text = refusal(server.servers)
-    assert f"{server.server_port} lacks the calls /begin_weight_update" in text and "start 0.5.23 there" in text
+    assert f"{server.server_port} lacks the calls /begin_weight_update" in text and "Start 0.5.23 there" in text
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_groups_are_replaced_or_left_for_later_not_both():
 @pytest.mark.parametrize(("bound", "most"), [(0, 2), (3, 4), before_release(1, 2)])
 def test_more_prompts_than_can_be_trained_in_time_are_refused(bound, most):
     compose([f"trainer.max_staleness={bound}", f"data.over_sample={most}"])
-    with pytest.raises(ConfigError, match=f"set {most} or less"):
+    with pytest.raises(ConfigError, match=f"Set {most} or less"):
         compose([f"trainer.max_staleness={bound}", f"data.over_sample={most + 0.1}"])
 
 

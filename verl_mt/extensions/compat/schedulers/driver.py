@@ -179,7 +179,7 @@ class SchedulerDriver(RolloutDriver):
         if self._custom_run and returned is not None:
             take_outputs(conversation, returned)
         elif self._custom_run and not conversation.session.ended:
-            raise conversation.error("run", "it returned None. Return a RolloutOutput, or a list of them")
+            raise conversation.error("run", "it returned None: return a RolloutOutput, or a list of them")
 
     async def _run(self, conversation: SchedulerConversation) -> Any:
         """Runs on the rollout's loop. Waits for the scheduler's `run`, in its own thread."""
