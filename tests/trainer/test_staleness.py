@@ -533,6 +533,7 @@ def versions_of_turns(run: Path, steps: int) -> list[set[int]]:
 def test_new_weights_come_inside_a_turn_or_wait_for_its_end(tmp_path, on_update):
     words = (f"actor_rollout_ref.rollout.on_update={on_update}", "data.train_batch_size=6")
     words += ("actor_rollout_ref.rollout.response_length=48", "data.train_max_samples=64")
+    words += ("actor_rollout_ref.rollout.max_concurrent=2",)  # sampling takes longer than an update, so they overlap
     fit(tmp_path / "run", *RUN, AHEAD, *words, "trainer.total_training_steps=5")
     several = sum(len(versions) > 1 for versions in versions_of_turns(tmp_path / "run", 5))
     assert several > 0 if on_update == "continue" else several == 0
