@@ -502,7 +502,9 @@ def test_an_accuracy_to_stop_at_needs_rollouts_and_those_need_prompts(tmp_path, 
     for idle in ("actor_rollout_ref.rollout.n=4", "data.train_max_samples=3"):
         with pytest.raises(ConfigError, match=f"reads no {idle.partition('=')[0]}. It reads"):
             sft.config_of("demos.jsonl", [idle], rollouts=True)
-    with pytest.raises(ConfigError, match=r"without rollouts .* reads no actor_rollout_ref\.rollout\.response_length\. It reads"):
+    with pytest.raises(
+        ConfigError, match=r"without rollouts .* reads no actor_rollout_ref\.rollout\.response_length\. It reads"
+    ):
         sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"])
     config = sft.config_of("demos.jsonl", ["actor_rollout_ref.rollout.response_length=64"], rollouts=True)
     assert config.actor_rollout_ref.rollout.response_length == 64
