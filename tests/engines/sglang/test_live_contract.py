@@ -114,18 +114,21 @@ def test_an_end_of_sequence_id_of_the_models_files_that_is_not_ours_does_not_end
 
 def test_abort_and_deadline_keep_what_was_sampled(colocated, lab, prompt, run):
     async def go():
-        ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST)
-        task = asyncio.ensure_future(colocated.generate(ask))
-        # While a short request is answered the long one is sampled too.
-        await colocated.generate(request(prompt, max_new_tokens=4))
-        await colocated.abort(ask.request_id)
+        for _ in range(5):  # on a busy machine the abort may come when all is sampled
+            ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST)
+            task = asyncio.ensure_future(colocated.generate(ask))
+            # While a short request is answered the long one is sampled too.
+            await colocated.generate(request(prompt, max_new_tokens=4))
+            await colocated.abort(ask.request_id)
+            if (by_abort := await task).finish_reason == "abort":
+                break
         deadline_s, by_deadline = 0.15, None
         while by_deadline is None or not 0 < len(by_deadline.token_ids) < LONG:  # some machines sample faster
             if by_deadline is not None:
                 deadline_s *= 0.5 if by_deadline.token_ids else 1.5
             ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST, deadline_s=deadline_s)
             by_deadline = await colocated.generate(ask)
-        return [await task, by_deadline]
+        return [by_abort, by_deadline]
 
     with without_end(colocated):
         outputs = run(go())
