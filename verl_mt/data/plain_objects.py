@@ -128,7 +128,7 @@ def from_plain(value: Any) -> Any:
 def pack(value: Any) -> bytes:
     """A file's content: the SHA-256 of the rest, and `to_plain(value)` as a pickle that names no class.
 
-    `torch.save` asks a Python function about each number and text, which takes ten times as long.
+    `torch.save` asks a Python function about each number and text, which takes several times as long.
 
     Raises:
         DataError: see `to_plain`.

@@ -430,6 +430,27 @@ def test_a_turn_ends_at_the_longest_sequence_the_engine_allows(qwen3, run_async)
     run_async(go())
 
 
+def test_the_memory_of_a_small_cache_is_kept_and_zeroed(monkeypatch):
+    cache, kv = KVCache(16, 64), (torch.ones(1, 2, 8), torch.full((1, 2, 8), float("nan")))
+    at = torch.tensor([0])
+
+    def life() -> list[torch.Tensor]:
+        cache.reserve(16, 64)
+        cache.write(0, torch.empty(0, dtype=torch.int64), at[:0], (kv[0][:0], kv[1][:0]))
+        stored = list(cache.of_layer(0))
+        assert all(not part.any() for part in stored)  # a NaN of the last life would spoil what is masked
+        cache.write(0, at, at, kv)
+        cache.release()
+        assert cache.num_bytes == 0
+        return stored
+
+    first, second = life(), life()
+    assert {part.data_ptr() for part in first} == {part.data_ptr() for part in second}
+    monkeypatch.setattr("verl_mt.engines.local.model_runner._KEPT_BYTES", 0)
+    life()  # used once more, not kept
+    assert {part.data_ptr() for part in life()}.isdisjoint(part.data_ptr() for part in first)
+
+
 def test_a_small_cache_that_was_released_has_its_size_at_once(monkeypatch):
     cache, kv = KVCache(64, 1024), (torch.ones(1, 2, 8), torch.ones(1, 2, 8))
     at = torch.tensor([0])

@@ -264,7 +264,7 @@ def rollout(subject: Subject) -> Iterator[Finding]:
     if counted:
         yield warning(
             f"the sanity check finds a mismatch: {counted[0]}",
-            "verl-mt doctor --only template --model PATH says why. docs/templates.md what to do",
+            "verl-mt doctor --only template --model PATH says why, and docs/templates.md what to do",
         )
     # A simulated user who is never content asks on until something is full: that comes after the answer.
     longest = max(len(talk.turns) for talk in talks)
