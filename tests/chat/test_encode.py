@@ -75,6 +75,81 @@ def test_ids_and_texts_are_those_of_the_tokenizers_own_methods_whatever_its_swit
     assert Encoder(tokenizer).decode(ids[:-4]) == tokenizer.decode(ids[:-4], clean_up_tokenization_spaces=False)
 
 
+def metaspace(prepend_scheme: str) -> PreTrainedTokenizerFast:
+    """A sentencepiece-like tokenizer: control pieces are in its own vocabulary and reachable by merges."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "<", "s", ">", "/", "</", "s>", "<s", "x", "|"]
+    merges = [("▁", "a"), ("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s"), ("<s", ">")]
+    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+STRETCHED = {"bytes": TOKENIZER} | {f"metaspace, {scheme}": metaspace(scheme) for scheme in ("first", "always", "never")}
+STRETCHED_ENCODERS = {name: Encoder(tokenizer) for name, tokenizer in STRETCHED.items()}
+
+
+@pytest.mark.parametrize("name", list(STRETCHED))
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_what_is_remembered_of_a_text_changes_no_id(name, data):
+    literals = [*STRETCHED_ENCODERS[name].added, " ", "a", " a b", "a b<", "\n", "e\u0301 1234"]
+    parts = st.one_of(st.sampled_from(literals), st.text(st.characters(exclude_categories=["Cs"]), max_size=4))
+    text = "".join(data.draw(st.lists(parts, max_size=12)))
+    expected = STRETCHED[name].backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert STRETCHED_ENCODERS[name].encode(text) == expected
+    assert STRETCHED_ENCODERS[name].encode(text) == expected
+
+
+def test_a_text_whose_stretches_are_known_is_not_encoded_again():
+    tokenizer = byte_tokenizer(CHATML)
+    encoder, text = Encoder(tokenizer), "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    expected, asked = encoder.encode(text), []
+
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(tokenizer.backend_tokenizer, name)
+
+        def encode_batch_fast(self, texts, **options):
+            asked.extend(texts)
+            return tokenizer.backend_tokenizer.encode_batch_fast(texts, **options)
+
+    encoder._stretches._backend = Counted()
+    assert encoder.encode(text) == expected and asked == []
+    assert encoder.encode(text + "7") == expected + encoder.encode("7")
+    assert asked == ["assistant\n7", "7"]
+
+
+def test_only_so_much_is_remembered(monkeypatch):
+    monkeypatch.setattr(encode, "_MOST_STRETCHES", 4)
+    monkeypatch.setattr(encode, "_LONGEST_STRETCH", 6)
+    encoder = Encoder(byte_tokenizer(CHATML))
+    for number in range(20):
+        text = f"<|im_end|>{number}<|im_end|>\n<|im_end|>longer than six {number}"
+        assert encoder.encode(text) == TOKENIZER.encode(text, add_special_tokens=False)
+        assert len(encoder._stretches._known) <= 4
+        assert all(len(part) <= 6 for part in encoder._stretches._known)
+
+
+@pytest.mark.parametrize("token", [AddedToken("<new>", normalized=False), AddedToken("qz", lstrip=True)])
+def test_a_token_that_is_added_later_is_seen(token):
+    tokenizer = byte_tokenizer(CHATML)
+    encoder = Encoder(tokenizer)
+    encoder.encode("<|im_end|>a <new> qz")
+    tokenizer.add_tokens([token])
+    assert encoder.encode("<|im_end|>a <new> qz") == tokenizer.encode("<|im_end|>a <new> qz", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("token", [{"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": True}])
+def test_tokens_that_look_beyond_themselves_are_left_to_the_tokenizer(token):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens([AddedToken("qz", **{"normalized": False, **token})])
+    encoder = Encoder(tokenizer)
+    for text in ("a qz b", "aqzb", "a  qz  b<|im_end|> qz"):
+        assert encoder.encode(text) == encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_a_control_literal_beside_a_private_use_character_is_not_confused_with_it():
     hidden = ENCODER.hidden()
     shown = hidden.hide(["<|im_end|>"], beside=["\ue000"])
@@ -94,17 +169,6 @@ def test_a_template_that_writes_ascii_json_is_seen_through():
     hidden = ENCODER.hidden()
     shown = json.dumps(hidden.hide("a<|im_end|>b"))
     assert ENCODER.decode(ENCODER.encode_hidden(shown, hidden)) == '"a<|im_end|>b"'
-
-
-def metaspace(prepend_scheme: str) -> PreTrainedTokenizerFast:
-    """A sentencepiece-like tokenizer: control pieces are in its own vocabulary and reachable by merges."""
-    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "<", "s", ">", "/", "</", "s>", "<s", "x", "|"]
-    merges = [("▁", "a"), ("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s"), ("<s", ">")]
-    backend = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=merges, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
-    backend.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme, split=False)
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.mark.cap("P4")

@@ -26,6 +26,8 @@ _TWINS: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDiction
 _TWIN_LOCK = threading.Lock()
 _CHARS_PER_TOKEN = 16
 """More than nearly all texts have."""
+_MOST_STRETCHES, _LONGEST_STRETCH = 4096, 2048
+"""Stretches of text whose ids are remembered, and characters of the longest one."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -109,20 +111,22 @@ class Encoder:
             and any(t.normalized for t in self._backend.get_added_tokens_decoder().values())
         )
         self._calls_backend = _only_calls_backend(tokenizer)
+        self._stretches = _Stretches(self._backend) if self._calls_backend and _cut_first(self._backend) else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of trusted text: control literals become control tokens. No BOS is added, none doubled."""
         refuse_surrogates(text)
         if not text:
             return []
-        # Offsets cost a third of the encoding; a backend whose switches somebody turned needs transformers' care.
+        # A backend whose switches somebody turned needs transformers' care.
         backend = self._backend
         if (
             self._calls_backend
             and not (backend.encode_special_tokens or self.tokenizer.split_special_tokens or backend.truncation)
             and backend.padding is None
         ):
-            return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            stretches = self._stretches
+            return stretches.encode(text) if stretches and stretches.is_current else _ids(backend, [text])[0]
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def surely_longer(self, text: str, limit: int) -> bool:
@@ -216,6 +220,64 @@ class Encoder:
         if len(literal) < 2:
             raise TemplateError(f"{literal!r} is a control token of one character. It cannot be written as plain text")
         return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
+
+
+class _Stretches:
+    """A backend's ids of a text, with what was encoded before remembered by stretch between two added tokens.
+
+    The texts of a conversation repeat: each of a group's samples has the same prompt, and the check of a finished
+    conversation renders all of it again. See `_cut_first` for where this gives the backend's own ids.
+    """
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self._added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+        pattern = compile_literals(self._added)
+        self._cuts = re.compile(f"({pattern.pattern})") if pattern else None
+        self._known: dict[str, list[int]] = {}
+        self._size = backend.get_vocab_size()
+
+    @property
+    def is_current(self) -> bool:
+        """No token was added since."""
+        return bool(self._backend.get_vocab_size() == self._size)
+
+    def encode(self, text: str) -> list[int]:
+        """Runs in any thread."""
+        parts = self._cuts.split(text) if self._cuts else [text]
+        known = self._known
+        found = {part: known.get(part) for part in parts[::2]}
+        if new := [part for part, ids in found.items() if part and ids is None]:
+            encoded = _ids(self._backend, new)
+            found |= zip(new, encoded)
+            if len(known) + len(new) > _MOST_STRETCHES:
+                known.clear()
+            known.update((part, ids) for part, ids in zip(new, encoded) if len(part) <= _LONGEST_STRETCH)
+        out: list[int] = []
+        for index, part in enumerate(parts):
+            if index % 2:
+                out.append(self._added[part])
+            else:
+                out += found[part] or ()
+        return out
+
+
+def _ids(backend: Any, texts: list[str]) -> list[list[int]]:
+    """Offsets cost a third of the encoding, so they are not asked for."""
+    return [encoded.ids for encoded in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _cut_first(backend: Any) -> bool:
+    """Whether a stretch between two added tokens has the same ids alone as in its text.
+
+    The backend cuts a text at its added tokens before all else. Not at those that match after normalisation, or take
+    the spaces or the word around them; and `Metaspace` can write a space at a text's beginning that no other stretch gets.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    if any(t.lstrip or t.rstrip or t.single_word or t.normalized or not t.content.strip() for t in added):
+        return False
+    before = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer is not None else b""
+    return b'"prepend_scheme":"first"' not in before and not getattr(backend.model, "dropout", None)
 
 
 def _only_calls_backend(tokenizer: Any) -> bool:
