@@ -196,3 +196,8 @@ def test_every_flipped_bit_is_found():
         flipped[place // 8] ^= 1 << place % 8
         with pytest.raises(DataError, match="damaged"):
             unpack(bytes(flipped))
+
+
+def test_a_long_list_of_numbers_is_read_as_earlier_versions_wrote_it():
+    assert from_plain({"__kind__": "numbers", "value": torch.tensor([3, 4])}) == [3, 4]
+    assert from_plain({"__kind__": "numbers", "value": torch.tensor([0.5], dtype=torch.float64)}) == [0.5]

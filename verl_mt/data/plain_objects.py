@@ -15,6 +15,7 @@ import functools
 import hashlib
 import io
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,9 +51,12 @@ _TEXTS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _TEXT_READERS = {cls.__name__: read for cls, (_, read) in _TEXTS.items()}
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 _PLAIN = {type(None), bool, int, float, str, bytes}
+_TEXT = {str}
 _AS_IT_IS = (torch.Tensor, bytes)
 _LONG = 64
-"""Shortest list of numbers that becomes a tensor: `weights_only=True` reads lists item by item."""
+"""Shortest list of numbers that becomes bytes: `weights_only=True` reads lists item by item."""
+_NUMBERS = {int: "q", float: "d"}
+"""How `struct` writes them."""
 
 
 def to_plain(value: Any, at: str = "") -> Any:
@@ -67,6 +71,8 @@ def to_plain(value: Any, at: str = "") -> Any:
     kind = type(value)
     if kind in _PLAIN or isinstance(value, _AS_IT_IS):
         return value
+    if kind is dict and _KIND not in value and set(map(type, value)) <= _TEXT:
+        return _items(value, at)
     if isinstance(value, list):
         return _numbers(value) or [
             item if type(item) in _PLAIN else to_plain(item, f"{at}[{k}]") for k, item in enumerate(value)
@@ -101,7 +107,10 @@ def to_plain(value: Any, at: str = "") -> Any:
 
 
 def _items(value: Mapping[str, Any], at: str) -> dict[str, Any]:
-    return {str(k): v if type(v) in _PLAIN else to_plain(v, f"{at}.{k}") for k, v in value.items()}
+    return {
+        key if type(key) is str else str(key): item if type(item) in _PLAIN else to_plain(item, f"{at}.{key}")
+        for key, item in value.items()
+    }
 
 
 def from_plain(value: Any) -> Any:
@@ -177,14 +186,17 @@ def _tensor(dtype: str, shape: tuple[int, ...], numbers: bytes) -> torch.Tensor:
 
 
 def _numbers(values: list[Any]) -> dict[str, Any] | None:
-    """A long list of integers, or of floats, as a tensor."""
-    if len(values) < _LONG or (kind := type(values[0])) not in (int, float) or set(map(type, values)) != {kind}:
+    """A long list of integers, or of floats, as bytes."""
+    if len(values) < _LONG or (kind := type(values[0])) not in _NUMBERS or set(map(type, values)) != {kind}:
         return None
     try:
-        array = np.array(values, dtype=np.int64 if kind is int else np.float64)
-    except OverflowError:
+        return {_KIND: kind.__name__ + "s", _VALUE: struct.pack(f"<{len(values)}{_NUMBERS[kind]}", *values)}
+    except struct.error:  # beyond 64 bits
         return None
-    return {_KIND: "numbers", _VALUE: torch.from_numpy(array)}
+
+
+def _unpacked(code: str) -> Callable[[bytes], list[Any]]:
+    return lambda content: list(struct.unpack(f"<{len(content) // 8}{code}", content))
 
 
 @functools.cache
@@ -216,7 +228,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "set": lambda items: set(from_plain(items)),
     "frozenset": lambda items: frozenset(from_plain(items)),
     "numpy": lambda tensor: tensor.numpy()[()],
-    "numbers": lambda tensor: tensor.tolist(),
+    "ints": _unpacked(_NUMBERS[int]),
+    "floats": _unpacked(_NUMBERS[float]),
+    "numbers": lambda tensor: tensor.tolist(),  # as earlier versions wrote them
     "image": from_wire,
     "raw image": _raw_image,
 }
