@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,5 +94,10 @@ class AgentData:
 
 def takes_agent_data(execute: Callable[..., Any]) -> bool:
     """Whether an `execute` names `agent_data` or takes any keyword."""
+    return _takes_agent_data(execute.__func__) if inspect.ismethod(execute) else _takes_agent_data.__wrapped__(execute)
+
+
+@functools.lru_cache
+def _takes_agent_data(execute: Callable[..., Any]) -> bool:
     parameters = inspect.signature(execute).parameters.values()
     return any(p.kind is p.VAR_KEYWORD or p.name == "agent_data" for p in parameters)

@@ -37,7 +37,7 @@ _CALL_BYTES = {"cpu": 512 << 10, "other": 32 << 20}
 read in a separate call where reading them as long as the others would cost more."""
 _RETURNING_BYTES = 128 << 20
 """A released cache that was not larger gets the same size when it is used again."""
-_KEPT_BYTES = 32 << 20
+_KEPT_BYTES = 128 << 20
 """A released cache on a CPU that was not larger is kept: new memory takes longer than what is computed with it."""
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _ROW_CHUNK = 16
