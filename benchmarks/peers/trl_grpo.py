@@ -218,6 +218,7 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
     rows = problems.rows(num_rows, DATA_SEED, "train")
     data = [{"prompt": row["prompt"], "ground_truth": row["reward_model"]["ground_truth"]} for row in rows]
     continuous = {"num_blocks": 256, "max_batch_tokens": 4096}
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     config = GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -251,6 +252,7 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **(vllm if args.vllm else {}),
     )
     trainer = ObservedGRPOTrainer(
         model=load_causal_lm(args.model, attn_implementation=args.attention, dtype=args.dtype),
@@ -389,6 +391,7 @@ def parse_arguments() -> argparse.Namespace:
     trl_mode.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     trl_mode.add_argument("--compile", action="store_true", help="torch.compile the training forward pass")
     trl_mode.add_argument("--continuous-batching", action="store_true", help="generate_batch instead of generate")
+    trl_mode.add_argument("--vllm", action="store_true", help="vLLM in the same process instead of generate")
     add_out(parser)
     args = parser.parse_args()
     if args.steps < 1:

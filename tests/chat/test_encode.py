@@ -86,7 +86,9 @@ def metaspace(prepend_scheme: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
-STRETCHED = {"bytes": TOKENIZER} | {f"metaspace, {scheme}": metaspace(scheme) for scheme in ("first", "always", "never")}
+STRETCHED = {"bytes": TOKENIZER} | {
+    f"metaspace, {scheme}": metaspace(scheme) for scheme in ("first", "always", "never")
+}
 STRETCHED_ENCODERS = {name: Encoder(tokenizer) for name, tokenizer in STRETCHED.items()}
 
 

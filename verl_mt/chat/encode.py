@@ -271,7 +271,8 @@ def _cut_first(backend: Any) -> bool:
     """Whether a stretch between two added tokens has the same ids alone as in its text.
 
     The backend cuts a text at its added tokens before all else. Not at those that match after normalisation, or take
-    the spaces or the word around them; and `Metaspace` can write a space at a text's beginning that no other stretch gets.
+    the spaces or the word around them; and `Metaspace` can write a space at a text's beginning that other stretches
+    do not get.
     """
     added = backend.get_added_tokens_decoder().values()
     if any(t.lstrip or t.rstrip or t.single_word or t.normalized or not t.content.strip() for t in added):

@@ -92,6 +92,12 @@ def to_plain(value: Any, at: str = "") -> Any:
         return {_KIND: "dict", _VALUE: pairs}
     if isinstance(value, tuple):
         return tuple(v if type(v) in _PLAIN else to_plain(v, f"{at}[{k}]") for k, v in enumerate(value))
+    return _unlike_json(value, at)
+
+
+def _unlike_json(value: Any, at: str) -> dict[str, Any]:
+    """What is no JSON value in plain form."""
+    kind = type(value)
     if isinstance(value, set | frozenset):
         return {_KIND: type(value).__name__, _VALUE: [to_plain(item, at) for item in value]}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
