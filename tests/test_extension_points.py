@@ -50,6 +50,7 @@ def test_a_documented_path_is_the_same_module(documented):
     assert import_module(documented) is import_module(PATHS[documented])
 
 
+@pytest.mark.slow
 def test_a_module_in_a_moved_package_is_loaded_once():
     program = (
         "import verl_mt.doctor.checks as a; from verl_mt.doctor import checks as b\n"

@@ -4,6 +4,7 @@
     python benchmarks/peers/trl_grpo.py [--sizes 4x8 16x8 64x8] [--threads 1 2] [--steps 8]
     python benchmarks/peers/trl_grpo.py --model FOLDER [--dtype bfloat16] [--learning-rate 1e-6]    # of a real size,
         # whose template writes Qwen's form of calls; a rate that suits the shipped model would drive it apart
+    python benchmarks/peers/trl_grpo.py --until 0.85 --steps 100     # seconds of training until a held-out accuracy
 
 The last line is `GRPO step: verl_mt A s, TRL B s, ratio R`: medians of wall time per step, R = B / A. With several
 sizes or numbers of threads each has its own process, one after the other, and a table in Markdown comes last.
@@ -41,6 +42,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,6 +75,7 @@ try:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
+    from trl.generation import vllm_generation
 except ImportError as error:
     raise SystemExit(
         f"error: this benchmark needs TRL 1.16 or newer ({error}); "
@@ -80,6 +83,9 @@ except ImportError as error:
     ) from error
 
 UNTIMED_STEPS = 1
+EVALUATE_EVERY = 5
+EVALUATION_SAMPLES = 4
+"""Of each held-out problem, at T = 1."""
 DATA_SEED = 0
 MAX_ASSISTANT_TURNS = 4
 
@@ -147,6 +153,11 @@ class VerlMtSide:
         sampled = round(metrics["rollout/tokens_per_s"] * metrics["time/rollout_s"])
         return Step(wall, cpu, metrics["time/rollout_s"], sampled, metrics["reward/mean"])
 
+    @property
+    def module(self) -> Any:
+        """The policy as transformers' model."""
+        return self.trainer.workers.policy_module
+
     def close(self) -> None:
         """End the engine."""
         self.trainer.close()
@@ -193,7 +204,11 @@ class ObservedGRPOTrainer(GRPOTrainer):
 class TakeTurns(TrainerCallback):
     """Times TRL's steps, and lets the other side run a step after each of them."""
 
-    def __init__(self, after_step: Callable[[Step], None]):
+    def __init__(self, after_step: Callable[[Step], bool]):
+        """
+        Args:
+            after_step: whether TRL is to end.
+        """
         self.trainer: ObservedGRPOTrainer | None = None
         self._after_step = after_step
         self._begun = (0.0, 0.0)
@@ -201,12 +216,29 @@ class TakeTurns(TrainerCallback):
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self._begun = (time.perf_counter(), time.process_time())
 
-    def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+    def on_step_end(self, _: Any, __: Any, control: Any, **kwargs: Any) -> None:
         wall_s, cpu_s = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
         trl_side = self.trainer
         assert trl_side is not None
-        self._after_step(Step(wall_s, cpu_s, trl_side.rollout_s, trl_side.trained_tokens, trl_side.mean_reward))
+        step = Step(wall_s, cpu_s, trl_side.rollout_s, trl_side.trained_tokens, trl_side.mean_reward)
+        control.should_training_stop |= self._after_step(step)
         self._begun = (time.perf_counter(), time.process_time())
+
+
+def give_vllm_weights(generation: Any) -> None:
+    """In place of TRL's `sync_weights`, which vLLM's CPU build refuses: its layers hold packed copies, which only a
+    reload by layers makes again."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    initialize_layerwise_reload(runner.model)
+    runner.model.load_weights(list(generation._iter_named_params()))
+    finalize_layerwise_reload(runner.model, runner.model_config)
+    for layer in runner.model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+    generation.llm.reset_prefix_cache()
 
 
 def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: TakeTurns) -> ObservedGRPOTrainer:
@@ -254,6 +286,8 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
         disable_tqdm=True,
         **(vllm if args.vllm else {}),
     )
+    if args.vllm:  # TRL leaves the dtype to vLLM, which samples with bfloat16 whatever the checkpoint has
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=args.dtype)
     trainer = ObservedGRPOTrainer(
         model=load_causal_lm(args.model, attn_implementation=args.attention, dtype=args.dtype),
         reward_funcs=reward,
@@ -263,6 +297,8 @@ def build_trl(args: argparse.Namespace, num_rows: int, folder: Path, turns: Take
         tools=[calculator],
         callbacks=[turns],
     )
+    if args.vllm:
+        trainer.vllm_generation.sync_weights = partial(give_vllm_weights, trainer.vllm_generation)
     trainer.remove_callback(PrinterCallback)
     turns.trainer = trainer
     return trainer
@@ -276,7 +312,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Step], list[Step]]
     verl_mt_side = VerlMtSide(args, num_rows, folder / "verl_mt")
     threads = torch.get_num_threads()
 
-    def after_trl(step: Step) -> None:
+    def after_trl(step: Step) -> bool:
         assert turns.trainer is not None
         if turns.trainer.prompts != verl_mt_side.prompt_ids(len(theirs)):
             raise SystemExit("error: the two sides did not see the same prompt token ids; nothing to compare")
@@ -291,6 +327,7 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Step], list[Step]]
             file=sys.stderr,
             flush=True,
         )
+        return False
 
     turns = TakeTurns(after_trl)
     try:
@@ -298,6 +335,56 @@ def run(args: argparse.Namespace, folder: Path) -> tuple[list[Step], list[Step]]
     finally:
         verl_mt_side.close()
     return ours[UNTIMED_STEPS:], theirs[UNTIMED_STEPS:]
+
+
+@dataclass
+class Race:
+    """The way of one side to the accuracy."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    accuracy: float = 0.0
+    reached: bool = False
+
+    def add(self, step: Step, model: Any, args: argparse.Namespace, folder: Path) -> None:
+        """One more step, after some of them an evaluation, which does not count."""
+        self.seconds, self.steps = self.seconds + step.wall_s, self.steps + 1
+        if self.steps % EVALUATE_EVERY:
+            return
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(resolve_model_path(args.model)).save_pretrained(folder)
+        self.accuracy = verl_mt.evaluate_model(str(folder), n=EVALUATION_SAMPLES).accuracy
+        self.reached = self.accuracy >= args.until
+
+
+def race(args: argparse.Namespace, folder: Path) -> None:
+    """Train both until each has the accuracy; print the seconds of each."""
+    num_rows = args.prompts * args.steps
+    sides = {"verl_mt": Race(), "TRL": Race()}
+    ours, theirs = sides.values()
+    verl_mt_side = VerlMtSide(args, num_rows, folder / "verl_mt")
+
+    def after_trl(step: Step) -> bool:
+        assert turns.trainer is not None
+        theirs.add(step, turns.trainer.model, args, folder / "of_trl")
+        if not ours.reached and ours.steps < args.steps:
+            ours.add(verl_mt_side.step(), verl_mt_side.module, args, folder / "of_verl_mt")
+        print(*(f"{name} {vars(side)}" for name, side in sides.items()), file=sys.stderr, flush=True)
+        return theirs.reached
+
+    turns = TakeTurns(after_trl)
+    try:
+        build_trl(args, num_rows, folder / "trl", turns).train()
+        while not ours.reached and ours.steps < args.steps:
+            ours.add(verl_mt_side.step(), verl_mt_side.module, args, folder / "of_verl_mt")
+    finally:
+        verl_mt_side.close()
+    setting = {"size": args.sizes[0], "threads": args.threads[0], "until": args.until}
+    write_rows(args.out, [setting | {"side": name} | vars(side) for name, side in sides.items()])
+    for name, side in sides.items():
+        found = "reached" if side.reached else "NOT reached"
+        print(f"{name}: {args.until:g} {found} after {side.steps} steps, {side.seconds:.1f} s ({side.accuracy:.3f})")
+    print(f"seconds to {args.until:g}: verl_mt {ours.seconds:.1f}, TRL {theirs.seconds:.1f}")
 
 
 def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> None:
@@ -385,6 +472,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=TINY_MODEL, help="a folder; its template shows tools and renders calls")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights, for both")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="small ones keep both sides' work alike")
+    parser.add_argument("--until", type=float, metavar="ACCURACY", help="train until there, at most --steps")
     trl_mode = parser.add_argument_group("TRL's mode")
     trl_mode.add_argument("--micro-batch", type=int, default=64, help="sequences per training forward pass")
     trl_mode.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
@@ -418,6 +506,9 @@ def main() -> None:
             run_each(args, Path(folder))
             return
         try:
+            if args.until is not None:
+                race(args, Path(folder))
+                return
             ours, theirs = run(args, Path(folder))
         except VerlMTError as error:
             print(f"error: {error}", file=sys.stderr)

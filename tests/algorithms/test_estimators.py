@@ -90,6 +90,7 @@ TRAJECTORIES = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(a.by_name))
 @settings(max_examples=40, deadline=None)
 @given(TRAJECTORIES)

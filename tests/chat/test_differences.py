@@ -85,6 +85,7 @@ def edited(conversation):
     return left, right
 
 
+@pytest.mark.slow
 @given(messages)
 @settings(max_examples=300)
 def test_messages_align_as_a_search_for_the_longest_equal_runs_would_align_them(conversation):
@@ -92,6 +93,7 @@ def test_messages_align_as_a_search_for_the_longest_equal_runs_would_align_them(
     assert differing_chunks(left, right, {END}, decode) == by_longest_runs(left, right, {END}, decode)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from((END, 101, 102)), max_size=24), st.lists(st.sampled_from((END, 101, 102)), max_size=24))
 @settings(max_examples=300)
 def test_outside_the_differing_chunks_the_streams_are_equal(left, right):

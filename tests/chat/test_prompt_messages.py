@@ -66,6 +66,7 @@ ORDINARY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDINARY)
 def test_no_published_template_is_refused_an_ordinary_conversation(shared_data, name):
     messages, tools = ORDINARY[name]

@@ -158,6 +158,7 @@ def test_what_can_work_is_accepted(overrides):
     look(changed(overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "reason"),
     [

@@ -47,6 +47,7 @@ def test_without_arguments_the_default_task_is_composed():
     assert config.actor_rollout_ref.actor.optim.lr == 3e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "ppo_trainer"])
 @pytest.mark.parametrize(
     "overrides",

@@ -59,6 +59,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_another_package_adds_a_section_keys_and_checks(run):
     program = """
 import copy, json, pickle
@@ -105,6 +106,7 @@ print(json.dumps({
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -127,6 +129,7 @@ except VerlMTError as error: print(error)
     assert error in run(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -145,6 +148,7 @@ def test_what_cannot_be_added_is_named(run, change, error):
     assert error in run("from verl_mt.config.compose import compose\ncompose([])", CODE.replace(*change))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_package_came_or_went(tmp_path, run):
     """What the package adds and nobody has set is not written, so that the run's config is the same without it."""
     words = ["trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path / 'run'}"]

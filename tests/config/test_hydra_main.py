@@ -84,6 +84,7 @@ def refused(capsys, *words: str, status: int = 2) -> str:
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -164,6 +165,7 @@ def test_nothing_is_left_behind(conf, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["conf"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -195,6 +197,7 @@ def test_the_shell_completes_keys(conf, capsys, monkeypatch):
     assert printed(capsys, "-sc", "query=bash").split() == ["data.train_batch_size="]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--cfg=job", "--cfg=all", "--cfg=all --resolve", "--info=config"])
 def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
     monkeypatch.setenv("PLANTED", KEY)
@@ -205,6 +208,7 @@ def test_no_secret_is_printed(conf, capsys, monkeypatch, flag):
     assert "password: '***'" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -271,6 +275,7 @@ def test_the_run_directory_is_hydras(conf, words):
     assert Path(str(run(*conf, *words).trainer.default_local_dir)) == Path("out/data.seed=4").absolute()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine", "packaged"])
 def test_the_run_directory_of_a_yaml_file(conf, name):
     with Path(f"conf/{name}.yaml").open("a") as file:
@@ -339,6 +344,7 @@ def test_python_takes_one_configuration():
         compose(["hydra.mode=MULTIRUN"])
 
 
+@pytest.mark.slow
 def test_threads_compose(conf):
     def one(seed: int) -> tuple[int, str]:
         config = compose([f"data.seed={seed}", f"algo={('grpo', 'rloo')[seed % 2]}"], "mine", "conf")
@@ -532,6 +538,7 @@ with _claimed(Path(sys.argv[1])) as errors:
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_outlives_its_launcher_is_waited_for(tmp_path, capsys):
     folder = tmp_path / "seed=1"
     env = {**os.environ, "PYTHONPATH": str(REPO)}

@@ -115,6 +115,7 @@ def test_all_31_are_here():
     assert len(RUNS) + len(REFUSED) + len(SWEEPS) + len(PRINTED) == 31
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("run", [run_ours, run_registered], ids=["command", "own hydra.main"])
 def test_a_run(folder, words, run):
@@ -122,6 +123,7 @@ def test_a_run(folder, words, run):
     assert len(seen) == 1, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("run", [run_ours, run_registered], ids=["command", "own hydra.main"])
 def test_what_a_bare_program_takes_and_we_refuse(folder, words, run):
@@ -149,6 +151,7 @@ def test_a_sweep(folder, words):
     assert len(set(seen)) == len(seen) == text.count("  finished  ") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "parts"), PRINTED.values(), ids=PRINTED)
 def test_what_is_printed(folder, words, parts):
     seen, mine, theirs = both(folder, [*MINE, *words])
@@ -164,6 +167,7 @@ def values(run, words: list[str], folder: Path) -> tuple[str, int]:
     return config["algorithm"]["adv_estimator"], config["data"]["seed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [start_ours, run_registered], ids=["command", "own hydra.main"])
 def test_files_of_the_config_store_are_files_of_our_groups_and_of_others(folder, run):
     """In a new process, `external_plugins` brings them."""
@@ -171,6 +175,7 @@ def test_files_of_the_config_store_are_files_of_our_groups_and_of_others(folder,
     assert values(run, words, folder) == ("rloo", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [run_ours, run_registered], ids=["command", "own hydra.main"])
 @pytest.mark.parametrize(("name", "key"), [("further", "adv_estimater"), ("unknown", "adv_estimatr")])
 def test_a_dataclass_cannot_add_a_key(folder, run, name, key):

@@ -142,12 +142,14 @@ def some_for_releases(sweeps: list, of_every_commit: set[str]) -> list:
     return [pytest.param(*s.values, id=s.id, marks=marks[s.values[0][-1] in of_every_commit]) for s in sweeps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", lines(ONE_RUN))
 def test_one_run(conf, words):
     seen, text, _ = both(conf, words)
     assert len(seen) == 1, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", MISTAKES, ids=lambda words: " ".join(words[2:]))
 def test_a_mistake(conf, words):
     seen, text, _ = both(conf, words)
@@ -161,6 +163,7 @@ def test_a_sweep(conf, words):
     assert len(set(seen)) == len(seen) == text.count("  finished  ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", lines(PRINTED))
 def test_what_is_printed(conf, words):
     seen, mine, theirs = both(conf, words)

@@ -28,6 +28,7 @@ def test_every_key_has_an_entry_and_every_entry_a_key():
     assert not unknown, f"tests/config/key_effects.py: no such key: {', '.join(unknown)}"
 
 
+@pytest.mark.slow
 def test_every_key_is_read_by_code_that_does_not_declare_it():
     """By name, for every commit: the flips below run one key of each kind for a commit, and all before a release."""
     read: set[str] = set()

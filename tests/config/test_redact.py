@@ -200,6 +200,7 @@ def test_harmless_texts_stay_readable_in_every_place():
     assert redact(given) == given and redacted_keys(given) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", RANDOM_SHAPES)
 def test_what_looks_random_is_hidden_in_settings_of_other_peoples_code(shape):
     drawn = [draw(shape, random.Random(k)) for k in range(300)]

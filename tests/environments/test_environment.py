@@ -481,6 +481,7 @@ def test_a_done_that_is_neither_true_nor_false_fails_its_trajectory(value):
     assert "test_environment.py:" in failed.error
 
 
+@pytest.mark.slow
 def test_a_call_that_is_too_late_may_have_ended_the_episode():
     class Ends(Game):
         def fall(self) -> str:
@@ -526,6 +527,7 @@ def test_a_failed_call_is_made_again_only_where_the_class_says_so():
         assert ["bought"] * times == EVENTS and done.counters.get("tools/buy/retries", 0) == times - 1
 
 
+@pytest.mark.slow
 def test_a_constructor_or_reset_that_raises_or_hangs_fails_its_trajectory():
     class Hangs(Game):
         def reset(self, seconds: float, **row: Any) -> str:
@@ -548,6 +550,7 @@ def test_a_constructor_or_reset_that_raises_or_hangs_fails_its_trajectory():
     assert CLOSED == {2: 1}, "an object that was made too late is closed by whoever made it"
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_is_told_the_model_and_the_object_is_closed_once():
     class Hangs(Game):
         def hang(self) -> str:
@@ -618,6 +621,7 @@ def test_a_cancelled_run_closes_every_object_once():
     assert Game.made > 256 and dict.fromkeys(range(1, Game.made + 1), 1) == CLOSED, "more than may hang"
 
 
+@pytest.mark.slow
 def test_more_calls_may_hang_than_threads_of_a_name_and_every_object_is_closed():
     class Waits(Game):
         def wait(self) -> str:
@@ -663,6 +667,7 @@ def test_a_cancelled_constructor_is_waited_for_and_its_object_closed():
     assert dict.fromkeys(range(1, 5), 1) == CLOSED
 
 
+@pytest.mark.slow
 def test_a_close_behind_a_call_that_was_given_up_has_its_whole_deadline(monkeypatch):
     monkeypatch.setattr("verl_mt.environments.session._BUSY_S", 0.4)
 

@@ -69,6 +69,7 @@ def walks_out(config):
     return ScriptedEngine(say)
 
 
+@pytest.mark.slow
 def test_an_environment_named_in_yaml_is_played_for_three_steps(tmp_path, notes):
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -136,6 +137,7 @@ def test_a_class_of_a_python_call_is_trained_and_its_rows_are_seeds(tmp_path, no
     assert len(found.rollouts) == 3 and {t.error for t in found.rollouts} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
@@ -189,6 +191,7 @@ def test_what_cannot_be_is_said_before_anything_is_sampled(tmp_path, words, erro
     assert text in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_class_of_a_python_call_is_not_found_by_rollout_workers_and_that_is_said_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         verl_mt.train(

@@ -200,6 +200,7 @@ UNBOUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("text", "says"), UNBOUNDED.values(), ids=UNBOUNDED.keys())
 def test_a_script_without_a_bound_is_refused_soon(text, says):

@@ -32,6 +32,7 @@ def naive(head, hidden, targets, temperature):
     return log_probs[torch.arange(len(targets)), targets], -(log_probs.exp() * log_probs).sum(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -125,6 +125,7 @@ def test_code_is_swapped_behind_a_decorator(tmp_path: Path):
     assert bound is names["bound"] and not bound(5) and inspect.unwrap(bound)(5) is False
 
 
+@pytest.mark.slow
 def test_the_lists_apply_to_the_code_and_the_draw_depends_on_the_seed_alone():
     mutants = Mutants()
     assert mutants.check() == []
@@ -140,6 +141,7 @@ def test_the_lists_apply_to_the_code_and_the_draw_depends_on_the_seed_alone():
     assert not set(drawn[:5]) & set(few(equivalent=drawn[:5]).draw("a seed", 30))
 
 
+@pytest.mark.slow
 def test_a_fork_that_spins_or_dies_ends_by_its_limit():
     def spin(folder: Path) -> dict:
         while True:
@@ -156,6 +158,7 @@ def test_a_fork_that_spins_or_dies_ends_by_its_limit():
     assert done["returns"].result and not Path(done["returns"].result["folder"]).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "cause"), [(1, ""), (0, "idle")], ids=["works", "waits"])
 def test_a_fork_whose_processes_left_it_with_their_time_is_not_idle(monkeypatch, step, cause):
     """A browser's end makes the sum of all processes smaller, although the fork works on."""

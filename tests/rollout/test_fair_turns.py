@@ -95,12 +95,14 @@ def lag_of(turns: bool) -> list[float]:
     return asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_the_lag_is_that_of_one_piece_and_not_of_all_of_them():
     # Wall clock: a busy machine may hold one of the two up. The work alone takes 0.3 s without turns.
     assert max(lag_of(turns=False)) > 80 * PIECE_S - 0.05
     assert min(max(lag_of(turns=True)) for _ in range(5)) < 30 * PIECE_S
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_held_counts_as_late_for_all_of_that_time():
     async def go() -> tuple[list[float], list[float]]:
         busy = [False]

@@ -183,6 +183,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", SCENARIOS.values(), ids=SCENARIOS.keys())
 @pytest.mark.parametrize("retries", [False, True], ids=["", "with a user"])
 def test_three_drivers_leave_one_record(turns, retries):

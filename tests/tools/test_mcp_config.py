@@ -62,6 +62,7 @@ def test_an_error_never_shows_a_secret(tmp_path):
         assert "hunter2" not in str(caught.value) and "server 'a'" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -141,6 +141,7 @@ def test_an_unknown_tracker_is_refused_with_what_there_is():
         require_trackers(["console", "wandbb"])
 
 
+@pytest.mark.slow
 def test_a_service_is_imported_when_a_run_names_it_and_not_before(tmp_path):
     program = (
         "import sys; from verl_mt.trainer.tracking import require_trackers\n"

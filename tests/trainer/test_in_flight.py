@@ -151,6 +151,7 @@ class Run:
         self.log.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over_sampled", [False, True], ids=["steps ahead", "over-sampled"])
 @given(
     size=st.integers(1, 4),

@@ -234,6 +234,7 @@ def test_groups_without_signal_are_replaced_ahead_of_their_step_too(tmp_path, sl
     assert not [p for p in read_prompt_log(run).prompts.values() if p.open]
 
 
+@pytest.mark.slow
 def test_a_rollback_restarts_every_prompt_in_flight(tmp_path, monkeypatch):
     """The smallest run with steps ahead: one prompt a step, four steps."""
     from verl_mt.trainer.ppo_trainer import PPOTrainer

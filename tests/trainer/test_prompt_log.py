@@ -44,6 +44,7 @@ def copied(finished):
     return as_json_lines(finished("plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_a_finished_run_holds(finished, capsys, format):
     copied = finished("plain")
@@ -88,6 +89,7 @@ def test_rows_of_another_question_are_missing(copied, capsys):
     assert status == 1 and line.endswith("2 missing, 0 double")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "what"),
     [
@@ -152,6 +154,7 @@ def test_ctrl_c_in_a_step_leaves_its_prompts_open_and_the_same_command_ends_them
     assert last_line(capsys, folder) == (0, "8 drawn, 8 trained, 0 left out, 0 open, 0 missing, 0 double")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_checkpoint_elsewhere_counts_what_was_before(copied, tmp_path, capsys):
     source = copied / "checkpoints/step_000002"
     run(tmp_path / "on", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={source}")

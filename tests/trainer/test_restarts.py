@@ -117,6 +117,7 @@ def limits(max_restarts: int, worker_timeout_s: float = 20.0):
     return SimpleNamespace(trainer=SimpleNamespace(max_restarts=max_restarts, worker_timeout_s=worker_timeout_s))
 
 
+@pytest.mark.slow
 def test_every_restart_goes_on_in_the_directory_of_the_lost_run(scripted, capsys):
     lives = [Life("a", WorkerError("rank 0 died")), Life("b", EngineGoneError("gone")), Life("c")]
     asked = scripted(lives)
@@ -126,12 +127,14 @@ def test_every_restart_goes_on_in_the_directory_of_the_lost_run(scripted, capsys
     assert said == ["restart 1 of 2: rank 0 died", "restart 2 of 2: gone"]
 
 
+@pytest.mark.slow
 def test_a_loss_before_there_is_a_directory_restarts_without_one(scripted):
     last = Life("a")
     asked = scripted([WorkerError("lost at once"), last])
     assert run_to_the_end(limits(1)) is last and asked == [{}, {"lost": None}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [0, 2])
 def test_the_loss_after_the_last_restart_is_raised_and_says_so(scripted, most):
     errors = [WorkerError(f"loss {number}") for number in range(most + 1)]

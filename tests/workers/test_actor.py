@@ -186,6 +186,7 @@ def test_a_missing_column_is_named(policy):
         worker(policy).update(batch.exclude(col.ADVANTAGES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kwargs", [{}, {"ppo_mini_batch_size": 1, "ppo_epochs": 2}])
 def test_a_saved_and_loaded_worker_goes_on_bit_for_bit(policy, kwargs, dtype, tmp_path):

@@ -140,6 +140,7 @@ def test_a_shared_trunk_gives_the_values_of_the_policy_as_it_is_now(adapters):
     assert (worker.compute_values(batch) - before).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_resumed_critic_goes_on_bit_for_bit(shared):
     policy = tiny_policy() if shared else None

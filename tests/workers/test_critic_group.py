@@ -60,6 +60,7 @@ def step(group: InlineWorkerGroup, seed: int = 0, **algorithm) -> dict[str, floa
 LEARNS = CriticOptimConfig(lr=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_group_goes_on_where_its_checkpoint_was(folder, shared):
     whole, resumed = (group_of(folder, CriticConfig(share_trunk=shared, optim=LEARNS)) for _ in range(2))

@@ -66,6 +66,7 @@ class ThreadRanks(Ranks):
             self.turn.acquire()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "sequence"), [(2, 1), (3, 1), (2, 2)])
 def test_a_head_learns_on_every_rank_what_it_learns_in_one_process(size, sequence):
     policy, (batch,) = tiny_policy(), batches(1)

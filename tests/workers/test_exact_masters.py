@@ -87,6 +87,7 @@ def moved(folder, dtype):
     return torch.cat([(after[name].float() - before[name]).flatten() for name in before]).abs().mean().item()
 
 
+@pytest.mark.slow
 def test_small_updates_reach_a_bfloat16_policy_as_they_reach_a_float32_one(folders):
     """Two updates of 1e-5 each are less than half a step of bfloat16 for most weights: it is where in its rounding
     interval each one lies that lets the right share of them move."""

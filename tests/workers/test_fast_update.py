@@ -195,6 +195,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_elementwise_recomputation_repeats_no_product_and_keeps_less_than_all():
     ids = torch.randint(1, VOCAB, (4, 100), generator=torch.Generator().manual_seed(0))
 
@@ -289,6 +290,7 @@ def refusal(*words: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_refused_before_anything_loads():
     text = refusal(f"{ACTOR}.fused_adamw=True", f"{ACTOR}.optimizer_offload=True")
     assert f"{ACTOR}.optimizer_offload=True does not go with {ACTOR}.fused_adamw=True" in text

@@ -31,6 +31,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 def test_the_sum_over_micro_batches_is_that_of_one_pass():
     """Each row's gradient has the rounding of bfloat16; their sum adds none."""
     policy = tiny_policy().to(BFLOAT16)

@@ -140,6 +140,7 @@ def test_what_is_taken_over_a_mini_batch_is_the_same_over_ranks(ranks, mode):
         assert got["metrics"]["actor/pg_loss"] == pytest.approx(expected["metrics"]["actor/pg_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shift", "loss", "sign"),
     [(0.5, "vanilla", 1), (-0.5, "vanilla", -1), (0.0, "vanilla", 0), (0.5, "gpg", 0), (0.5, "sapo", 0)],
@@ -175,6 +176,7 @@ def test_clip_cov_leaves_out_tokens_that_ppo_moves():
     assert metrics["actor/chosen_frac"] == pytest.approx(1 - share), "all of the others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "never"])
 def test_until_the_weights_change_kl_cov_has_no_penalty_whatever_is_rounded(monkeypatch, mode):
     """The penalty |log ratio| has slope 1 or -1 beside 0: a log-prob that is off by a rounding would get all of it."""

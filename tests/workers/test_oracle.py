@@ -213,6 +213,7 @@ def check_metrics(metrics: dict[str, float], expected: dict[str, float], prefix:
     assert {name: metrics[f"{prefix}/{name}"] for name in shared} == pytest.approx(shared, rel=2e-5, abs=2e-6), what
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C27", "C31", "C65")
 @pytest.mark.parametrize("loss", FACTORS["loss"])
 def test_an_update_is_the_oracles(loss):
@@ -300,6 +301,7 @@ def workers_of(temperature: float) -> InlineWorkerGroup:
     return InlineWorkerGroup(actor, ref, critic(value_model(policy())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.endswith("+")])
 def test_advantages_with_a_kl_penalty_in_the_reward_are_the_oracles(kind):
     """Of single tokens, and of trajectories; the weight of the penalty adapts."""
@@ -393,6 +395,7 @@ def test_adapters_are_trained_against_the_base_as_the_oracle_does():
 # Layouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [{}, {"shard": 1}, {"sequence": 2}], ids=["fsdp", "hsdp of two replicas", "sequence parallel"]
 )

@@ -67,6 +67,7 @@ def random_weights(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "shape"), SHAPES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(SHAPES)])
 @pytest.mark.parametrize("share", [True, False])
 def test_gradients_are_those_of_transformers_own_pass(architecture, shape, share):

@@ -204,6 +204,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "shape"), MODELS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(MODELS)])
 def test_log_probs_are_those_of_a_plain_pass(compiled, run_async, architecture, shape):
     model = make_model(architecture, **{"initializer_range": 0.15, **shape})
@@ -213,6 +214,7 @@ def test_log_probs_are_those_of_a_plain_pass(compiled, run_async, architecture, 
         assert_exact(model, prompt, output, temperature)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("architecture", "shape"), MODELS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(MODELS)])
 def test_one_call_has_the_bits_of_the_calls_by_layers(built, monkeypatch, architecture, shape, threads):

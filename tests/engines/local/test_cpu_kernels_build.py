@@ -38,6 +38,7 @@ def test_the_second_process_finds_what_the_first_compiled(counted):
     assert first.code.verl_mt_answer() == 42
 
 
+@pytest.mark.slow
 def test_two_processes_compile_once(counted, tmp_path):
     program = f"""
 from pathlib import Path
@@ -53,6 +54,7 @@ print(build.build().code.verl_mt_answer())
     assert num_calls(counted) == 1
 
 
+@pytest.mark.slow
 def test_a_library_that_is_cut_off_is_built_again(counted, tmp_path):
     build()
     (library,) = (tmp_path / "cache").rglob("kernels.so")
@@ -61,6 +63,7 @@ def test_a_library_that_is_cut_off_is_built_again(counted, tmp_path):
     assert build().code.verl_mt_answer() == 42 and num_calls(counted) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [lambda kept: kept | {"features": "avx9"}, lambda kept: kept | {"torch": "1.0"}, lambda kept: []]
 )  # fmt: skip
@@ -72,6 +75,7 @@ def test_one_of_another_machine_is_built_again(counted, tmp_path, change):
     assert num_calls(counted) == 2
 
 
+@pytest.mark.slow
 def test_other_source_features_torch_or_flags_have_another_name(counted, tmp_path, monkeypatch):
     names = {build().name}
     builds.SOURCE.write_text(builds.SOURCE.read_text() + "// changed\n")

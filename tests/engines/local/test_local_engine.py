@@ -42,6 +42,7 @@ def decode(ids: list[int]) -> str:
     return "".join(f"<{i}>" for i in ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama"])
 @pytest.mark.parametrize("lengths", [[20] * 5, [3, 40, 17, 1, 29]], ids=["equal", "ragged"])
 def test_greedy_equals_transformers_generate_token_for_token(architecture, lengths, run_async):

@@ -188,6 +188,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -218,6 +219,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.slow
 def test_the_first_line_is_followed_by_others_until_the_next_phase_begins():
     done = subprocess.run([sys.executable, "-c", LONG_START], capture_output=True, text=True)
     first, *again, last = done.stderr.splitlines()

@@ -124,6 +124,7 @@ def patient(limit_s: float = float("inf"), patience_s: float = 0.2):
     return replace(request([5]), deadline_s=patience_s, limit_s=limit_s)
 
 
+@pytest.mark.slow
 def test_a_request_goes_on_as_long_as_its_engine_samples_and_ends_when_it_does_not(run_async):
     async def go():
         engine = held_engine()
@@ -142,6 +143,7 @@ def test_a_request_goes_on_as_long_as_its_engine_samples_and_ends_when_it_does_n
     run_async(go())
 
 
+@pytest.mark.slow
 def test_answers_to_others_are_progress_too_and_the_limit_of_the_conversation_stands(run_async):
     async def go():
         engine = held_engine()

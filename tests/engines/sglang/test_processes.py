@@ -349,6 +349,7 @@ child.start(); child.join()
 """
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_copy_keeps_the_file_that_got_the_connections_number():
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -38,6 +38,7 @@ def check(*words: str) -> None:
     engines.check(config.actor_rollout_ref, config.trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -229,6 +230,7 @@ def test_what_runs_in_vllms_process_imports_nothing_else():
     assert "vllm" in roots and roots - {"vllm", "torch"} <= sys.stdlib_module_names
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_import_vllm_is_one_clear_error(tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM of this kind')")
 
