@@ -124,14 +124,15 @@ def test_a_text_whose_stretches_are_known_is_not_encoded_again():
 
 
 def test_only_so_much_is_remembered(monkeypatch):
-    monkeypatch.setattr(encode, "_MOST_STRETCHES", 4)
+    monkeypatch.setattr(encode, "_MOST_CHARACTERS", 12)
     monkeypatch.setattr(encode, "_LONGEST_STRETCH", 6)
     encoder = Encoder(byte_tokenizer(CHATML))
     for number in range(20):
         text = f"<|im_end|>{number}<|im_end|>\n<|im_end|>longer than six {number}"
         assert encoder.encode(text) == TOKENIZER.encode(text, add_special_tokens=False)
-        assert len(encoder._stretches._known) <= 4
-        assert all(len(part) <= 6 for part in encoder._stretches._known)
+        assert encoder.encode(f"{number}") == TOKENIZER.encode(f"{number}", add_special_tokens=False)
+        held = encoder._stretches._known
+        assert str(number) in held and sum(map(len, held)) <= 12 and max(map(len, held)) <= 6
 
 
 @pytest.mark.parametrize("token", [AddedToken("<new>", normalized=False), AddedToken("qz", lstrip=True)])
@@ -150,6 +151,16 @@ def test_tokens_that_look_beyond_themselves_are_left_to_the_tokenizer(token):
     encoder = Encoder(tokenizer)
     for text in ("a qz b", "aqzb", "a  qz  b<|im_end|> qz"):
         assert encoder.encode(text) == encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_pre_tokenizer_in_python_is_left_to_the_tokenizer():
+    class Whole:
+        def pre_tokenize(self, text):
+            pass
+
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Whole())
+    assert Encoder(tokenizer).encode("ab<|im_end|>ab") == tokenizer.encode("ab<|im_end|>ab", add_special_tokens=False)
 
 
 def test_a_control_literal_beside_a_private_use_character_is_not_confused_with_it():

@@ -26,8 +26,8 @@ _TWINS: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDiction
 _TWIN_LOCK = threading.Lock()
 _CHARS_PER_TOKEN = 16
 """More than nearly all texts have."""
-_MOST_STRETCHES, _LONGEST_STRETCH = 4096, 2048
-"""Stretches of text whose ids are remembered, and characters of the longest one."""
+_MOST_CHARACTERS, _LONGEST_STRETCH = 2 << 20, 64 << 10
+"""Of text whose ids are remembered, and of one stretch of it."""
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
 
@@ -235,6 +235,7 @@ class _Stretches:
         pattern = compile_literals(self._added)
         self._cuts = re.compile(f"({pattern.pattern})") if pattern else None
         self._known: dict[str, list[int]] = {}
+        self._held = 0
         self._size = backend.get_vocab_size()
 
     @property
@@ -250,9 +251,13 @@ class _Stretches:
         if new := [part for part, ids in found.items() if part and ids is None]:
             encoded = _ids(self._backend, new)
             found |= zip(new, encoded)
-            if len(known) + len(new) > _MOST_STRETCHES:
+            kept = {part: ids for part, ids in zip(new, encoded) if len(part) <= _LONGEST_STRETCH}
+            size = sum(map(len, kept))
+            if self._held + size > _MOST_CHARACTERS:
                 known.clear()
-            known.update((part, ids) for part, ids in zip(new, encoded) if len(part) <= _LONGEST_STRETCH)
+                self._held = 0
+            self._held += size
+            known |= kept
         out: list[int] = []
         for index, part in enumerate(parts):
             if index % 2:
@@ -277,7 +282,10 @@ def _cut_first(backend: Any) -> bool:
     added = backend.get_added_tokens_decoder().values()
     if any(t.lstrip or t.rstrip or t.single_word or t.normalized or not t.content.strip() for t in added):
         return False
-    before = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer is not None else b""
+    try:
+        before = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer is not None else b""
+    except Exception:  # written in Python: it has no state, and the library raises nothing more special
+        return False
     return b'"prepend_scheme":"first"' not in before and not getattr(backend.model, "dropout", None)
 
 
