@@ -9,6 +9,8 @@ from typing import Any
 
 import jinja2
 import pytest
+from chat_toys import byte_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from verl_mt.chat.delta import TurnEnd, _next_to, find_end
 from verl_mt.chat.render import CallShape, Renderer, classify, normalise, normalise_call, shape_arguments, short_id
@@ -141,6 +143,108 @@ def test_a_refusal_names_the_template_the_roles_and_the_tools():
     )
     broken = refused(jinja2.TemplateSyntaxError("bad.", 7))
     assert "the chat template, line 7: this is not valid Jinja: bad. C" in str(broken) and broken.cause == "P24"
+
+
+def rendered_by(monkeypatch, template: str, **kwargs: Any) -> tuple[Renderer, list[str]]:
+    """A renderer, and what its tokenizer has rendered."""
+    tokenizer, made = byte_tokenizer(template), []
+    render = PreTrainedTokenizerBase.apply_chat_template
+
+    def counted(self, *args, **kwargs):
+        made.append(render(self, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", counted)
+    return Renderer(tokenizer, None, kwargs), made
+
+
+SAYS_ALL = "{{ messages }}{{ tools }}{{ add_generation_prompt }}"
+
+
+def test_what_was_rendered_is_not_rendered_again(monkeypatch):
+    renderer, made = rendered_by(monkeypatch, SAYS_ALL)
+    first = renderer.text([USER], [{"a": 1}], add_generation_prompt=True)
+    again = renderer.text([dict(USER)], [{"a": 1}], add_generation_prompt=True)
+    assert first == again == made[0] and len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, USER],
+        [{**USER, "n": 1}],
+        [{**USER, "n": True}],
+        [{**USER, "n": 1.0}],
+        [{**USER, "n": "1"}],
+        [{**USER, "n": [1]}],
+        [{**USER, "n": (1,)}],
+        [{**USER, "n": {1: 2}}],
+        [{**USER, "n": {"1": 2}}],
+        [dict(reversed(USER.items()))],
+        [{**USER, "n": None}],
+    ],
+    ids=str,
+)
+def test_what_differs_at_all_is_rendered(monkeypatch, messages):
+    renderer, made = rendered_by(monkeypatch, SAYS_ALL)
+    others = [[USER], [{**USER, "n": 1}], [{**USER, "n": [1]}], [{**USER, "n": {"1": 2}}]]
+    for other in others:
+        if str(other) != str(messages):
+            renderer.text(other, add_generation_prompt=False)
+    before = len(made)
+    assert renderer.text(messages, add_generation_prompt=False) == f"{messages}NoneFalse"
+    assert renderer.text(messages, [], add_generation_prompt=False) == f"{messages}[]False"
+    assert renderer.text(messages, add_generation_prompt=True) == f"{messages}NoneTrue"
+    assert renderer.text(messages, add_generation_prompt=True, template="{{ messages }}") == str(messages)
+    assert len(made) == before + 4
+
+
+@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ strftime_now('%f') }}", "{{ lipsum(1) }}"])
+def test_a_template_whose_text_changes_is_rendered_each_time(monkeypatch, template):
+    renderer, made = rendered_by(monkeypatch, template)
+    for _ in range(3):
+        renderer.text([USER], add_generation_prompt=False)
+    assert len(made) == 3
+
+
+def test_objects_of_the_users_are_rendered_each_time(monkeypatch):
+    class Said(str):
+        count = 0
+
+        def __str__(self):
+            self.count += 1
+            return f"call {self.count}"
+
+    renderer, made = rendered_by(monkeypatch, "{{ messages[0].content | string }}")
+    said = {"role": "user", "content": Said("x")}
+    assert [renderer.text([said], add_generation_prompt=False) for _ in range(2)] == made and len(made) == 2
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_always_asked():
+    class Own(PreTrainedTokenizerFast):
+        count = 0
+
+        def apply_chat_template(self, *args, **kwargs):
+            self.count += 1
+            return f"text {self.count}"
+
+    tokenizer = Own(tokenizer_object=byte_tokenizer(SAYS_ALL).backend_tokenizer, chat_template=SAYS_ALL)
+    renderer = Renderer(tokenizer, None, {})
+    assert renderer.text([USER], add_generation_prompt=False) != renderer.text([USER], add_generation_prompt=False)
+
+
+def test_only_so_many_characters_are_remembered(monkeypatch):
+    monkeypatch.setattr("verl_mt.chat.render._MOST_KEPT", 1000)
+    monkeypatch.setattr("verl_mt.chat.render._LONGEST_KEPT", 300)
+    renderer, made = rendered_by(monkeypatch, SAYS_ALL)
+    for number in range(30):
+        renderer.text([{"role": "user", "content": str(number)}], add_generation_prompt=False)
+        held = renderer._texts._texts
+        assert sum(len(key) + len(text) for (_, key), text in held.items()) <= 1000
+    before = len(made)
+    for _ in range(2):
+        renderer.text([{"role": "user", "content": "x" * 300}], add_generation_prompt=False)
+    assert len(made) == before + 2
 
 
 def test_the_template_of_a_conversation_is_chosen_and_called_with_its_variables():

@@ -9,6 +9,7 @@ import _thread
 import ctypes
 import hashlib
 import json
+import marshal
 import os
 import re
 import threading
@@ -30,6 +31,10 @@ ArgumentShape = Literal["dict", "string"]
 ENDLESS = "P25"
 """The pitfall of a template that does not end."""
 _LIMIT_S = 3.0
+_MOST_KEPT, _LONGEST_KEPT = 4 << 20, 64 << 10
+"""Characters of texts, and bytes of what they were rendered from, that are remembered, and those of one text."""
+_CHANGES = re.compile("strftime_now|random|lipsum")
+"""What a template may use that is not the same in each rendering."""
 """Processor time that one rendering may take. A conversation of a million tokens takes a tenth of it."""
 _NEXT_LIMIT_S = 0.05
 """The same for probes once one ran into it: they render a template thirty times. It doubles with each that ends."""
@@ -200,6 +205,7 @@ class Renderer:
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
         self._probe_limit_s = _LIMIT_S
+        self._texts = RecentTexts() if _renders_itself(tokenizer) else None
         self.source(None)
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -240,11 +246,16 @@ class Renderer:
         Raises:
             TemplateError: the template is broken or refused; `cause` is the known pitfall.
         """
+        messages, tools = list(messages), None if tools is None else list(tools)
+        template = template or self.source(tools)
+        key = None if self._texts is None else key_of(template, messages, tools, add_generation_prompt)
+        if key is not None and (known := self._texts.get(key)) is not None:
+            return known
         render = partial(
             self._tokenizer.apply_chat_template,
-            list(messages),
-            tools=None if tools is None else list(tools),
-            chat_template=template or self.source(tools),
+            messages,
+            tools=tools,
+            chat_template=template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             **self.template_kwargs,
@@ -253,6 +264,8 @@ class Renderer:
         try:
             text = _WATCH.run(render, limit_s)
             self._probe_limit_s = min(_LIMIT_S, 2 * self._probe_limit_s)
+            if key is not None:
+                self._texts.put(key, text)
             return text
         except _OutOfTime:
             if _PROBING.get():
@@ -278,6 +291,45 @@ class Renderer:
                 f"{'' if tools is None else f' with {len(tools)} tools'}: {type(error).__name__}: {error}. {advice}",
                 cause=cause,
             ) from error
+
+
+class RecentTexts:
+    """Rendered texts by what they were rendered from: the conversations of a group begin alike, and many tools answer
+    alike. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[str, bytes], str] = {}
+        self._held = 0
+        self.get = self._texts.get
+
+    def put(self, key: tuple[str, bytes], text: str) -> None:
+        """Remember a text that is not long; all are forgotten where there are too many."""
+        size = len(key[1]) + len(text)
+        if size > _LONGEST_KEPT:
+            return
+        if self._held + size > _MOST_KEPT:
+            self._texts.clear()
+            self._held = 0
+        self._held += size
+        self._texts[key] = text
+
+
+def key_of(template: str, *rendered: Any) -> tuple[str, bytes] | None:
+    """What stands for everything a template sees; None where its text may be another one each time."""
+    if _CHANGES.search(template):
+        return None
+    try:
+        return template, marshal.dumps(rendered, 2)  # by exact types: True is not 1, and a tuple is no list
+    except ValueError:  # an object of the user's
+        return None
+
+
+def _renders_itself(tokenizer: Any) -> bool:
+    """Whether `apply_chat_template` is transformers' own, which does nothing but render."""
+    from transformers import PreTrainedTokenizerBase
+
+    method = getattr(tokenizer, "apply_chat_template", None)
+    return getattr(method, "__func__", None) is PreTrainedTokenizerBase.apply_chat_template
 
 
 def classify(error: Exception, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
