@@ -205,7 +205,7 @@ class Renderer:
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
         self._probe_limit_s = _LIMIT_S
-        self._texts = RecentTexts() if _renders_itself(tokenizer) else None
+        self._recent = RecentTexts() if _renders_itself(tokenizer) else None
         self.source(None)
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -248,8 +248,9 @@ class Renderer:
         """
         messages, tools = list(messages), None if tools is None else list(tools)
         template = template or self.source(tools)
-        key = None if self._texts is None else key_of(template, messages, tools, add_generation_prompt)
-        if key is not None and (known := self._texts.get(key)) is not None:
+        recent = self._recent
+        key = key_of(template, messages, tools, add_generation_prompt) if recent else None
+        if recent and key and (known := recent.get(key)) is not None:
             return known
         render = partial(
             self._tokenizer.apply_chat_template,
@@ -264,8 +265,8 @@ class Renderer:
         try:
             text = _WATCH.run(render, limit_s)
             self._probe_limit_s = min(_LIMIT_S, 2 * self._probe_limit_s)
-            if key is not None:
-                self._texts.put(key, text)
+            if recent and key:
+                recent.put(key, text)
             return text
         except _OutOfTime:
             if _PROBING.get():
