@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,23 +95,30 @@ def append_deltas(chat: ChatTemplate, prompt: list[Message], turns: list[Turn]) 
     return time.perf_counter() - begun, len(ids)
 
 
-def measure(chat: ChatTemplate, num_turns: int, repeats: int) -> tuple[float, float, int]:
+def measure(load: Callable[[], ChatTemplate], num_turns: int, repeats: int) -> tuple[float, float, int]:
     """`(full_s, delta_s, tokens)`; the smallest of `repeats`. Probes of the template are done before."""
     prompt: list[Message] = [{"role": "user", "content": "Look up every word of the list, one after the other."}]
-    turns = make_turns(chat, num_turns)
-    append_deltas(chat, prompt, turns[:2])
-    pairs = [(append_deltas(chat, prompt, turns), render_every_turn(chat, prompt, turns)) for _ in range(repeats)]
+
+    def once(way: Callable[[ChatTemplate, list[Message], list[Turn]], tuple[float, int]]) -> tuple[float, int]:
+        chat = load()  # another one each time: a chat remembers what it has rendered and encoded
+        turns = make_turns(chat, num_turns)
+        append_deltas(chat, prompt, turns[:2])
+        return way(chat, prompt, turns)
+
+    pairs = [(once(append_deltas), once(render_every_turn)) for _ in range(repeats)]
     return min(full for _, (full, _) in pairs), min(delta for (delta, _), _ in pairs), pairs[0][0][1]
 
 
-def find_chats(model: str | None, template: str | None) -> dict[str, ChatTemplate]:
+def find_chats(model: str | None, template: str | None) -> dict[str, Callable[[], ChatTemplate]]:
     if model is not None:
-        return {model: load_chat(model, custom_chat_template=template)}
+        return {model: lambda: load_chat(model, custom_chat_template=template)}
     if not DATA.is_dir():
-        return {TINY_MODEL: load_chat(TINY_MODEL)}
+        return {TINY_MODEL: lambda: load_chat(TINY_MODEL)}
     return {
-        name: load_chat(
-            str(DATA / "tokenizers" / name), custom_chat_template=str(DATA / "templates" / f"{template_name}.jinja")
+        name: partial(
+            load_chat,
+            str(DATA / "tokenizers" / name),
+            custom_chat_template=str(DATA / "templates" / f"{template_name}.jinja"),
         )
         for name, template_name in PAIRS.items()
     }
@@ -129,8 +138,8 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from error
     table = Table("template", "tokens", "every turn again, ms", "deltas, ms", "ratio", title=f"{args.turns} tool turns")
     rows: list[dict[str, Any]] = []
-    for name, chat in chats.items():
-        full_s, delta_s, tokens = measure(chat, args.turns, args.repeats)
+    for name, load in chats.items():
+        full_s, delta_s, tokens = measure(load, args.turns, args.repeats)
         ratio = full_s / delta_s
         rows.append(
             {"template": name, "tokens": tokens, "every turn again, s": full_s, "deltas, s": delta_s, "ratio": ratio}

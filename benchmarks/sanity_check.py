@@ -41,6 +41,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
+TWO = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "t"}]
 RESULT_WORDS = 10
 MODES = (SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE, SanityMode.OFF)
 
@@ -54,8 +55,10 @@ def script_of(chat: ChatTemplate, num_turns: int) -> list[tuple[list[int], None,
     return [(ids, None, "stop", [-0.5] * len(ids)) for ids in turns]
 
 
-def converse(chat: ChatTemplate, num_turns: int, mode: SanityMode) -> tuple[float, int]:
+def converse(num_turns: int, mode: SanityMode) -> tuple[float, int]:
     """CPU seconds of one conversation, the check included; and how many tokens were recorded."""
+    chat = load_chat(TINY_MODEL)  # another one each time: it remembers what it has rendered and encoded
+    chat.delta_ids(TWO[1:], history=TWO[:1], tools=[TOOL], last_ids=[min(chat.stop_token_ids)])  # probes the template
     engine = ScriptedEngine(script_of(chat, num_turns))
     context = SessionContext(
         chat=chat,
@@ -91,14 +94,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     add_out(parser)
     args = parser.parse_args()
-    chat = load_chat(TINY_MODEL)
     for mode in MODES:
-        converse(chat, 4, mode)  # probes of the template, imports
+        converse(4, mode)  # imports
     table = Table("turns", "tokens", *(f"{mode}, CPU s" for mode in MODES), "strict / off", "ignore / off")
     ratios, rows = [], []
     for num_turns in args.turns:
         # In turn, not one mode after the other: what else the machine does then weighs on all of them alike.
-        runs = [{mode: converse(chat, num_turns, mode) for mode in MODES} for _ in range(args.repeats)]
+        runs = [{mode: converse(num_turns, mode) for mode in MODES} for _ in range(args.repeats)]
         best = {mode: min(run[mode][0] for run in runs) for mode in MODES}
         num_tokens = runs[0][SanityMode.OFF][1]
         seconds_of = {str(mode): [run[mode][0] for run in runs] for mode in MODES}
