@@ -217,9 +217,8 @@ def test_log_probs_are_those_of_a_plain_pass(compiled, run_async, architecture, 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("architecture", "shape"), MODELS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(MODELS)])
-def test_one_call_has_the_bits_of_the_calls_by_layers(built, monkeypatch, architecture, shape, threads):
+def test_one_call_has_the_bits_of_the_calls_by_layers(built, architecture, shape, threads):
     """Pieces, rows that decode, and only some logits wanted, and a cache that grows."""
-    monkeypatch.setattr(forward, "SMALL_WEIGHTS", 0)
     model, before = make_model(architecture, **{"initializer_range": 0.15, **shape}), torch.get_num_threads()
     for parameter in model.parameters():  # biases are zeros else
         torch.nn.init.normal_(parameter, parameter.mean().item(), 0.15)
@@ -254,6 +253,28 @@ def test_one_call_has_the_bits_of_the_calls_by_layers(built, monkeypatch, archit
     finally:
         torch.set_num_threads(before)
     assert not found[0].isnan().any()
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_only_the_engines_thread_has_one_thread_for_a_small_model(built, monkeypatch, small):
+    monkeypatch.setattr(forward, "SMALL_WEIGHTS", 1 << 18 if small else 0)
+    before, seen = torch.get_num_threads(), {}
+
+    def count(who: str) -> None:
+        seen[who] = torch.get_num_threads()
+
+    async def go():
+        async with engine_of(make_model(), forward=partial(CompiledForward, built=built)) as engine:
+            await engine._command(lambda: count("engine"))
+            await asyncio.to_thread(count, "later")
+            count("caller")
+
+    torch.set_num_threads(2)
+    try:
+        asyncio.run(go())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"engine": 1 if small else 2, "later": 2, "caller": 2}
 
 
 @pytest.mark.parametrize("why", ["torch hides its product", "bfloat16", "another precision"])

@@ -414,6 +414,10 @@ class PackedForward:
         """Where the module is now."""
         return next(self.module.parameters()).device
 
+    def num_threads(self, available: int) -> int:
+        """How many threads of torch the engine's thread uses for this model."""
+        return available
+
     def enter_eval(self) -> None:
         """Put every submodule in eval mode, and remember which ones were not. Does nothing when already in it."""
         if not self._trained and self.module.training:

@@ -21,8 +21,8 @@ from verl_mt.extensions.cpu_kernels.build import Built, KernelsError
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of transformers whose layers are as `_Layer` computes them."""
 SMALL_WEIGHTS = 1 << 18
-"""Numbers in the largest weight of a model whose passes run on one thread: their products take less time than a second
-thread takes to start, and the other cores are free for tools, tokenization and the sanity check."""
+"""Numbers in the largest weight of a model whose steps run on one thread: their products take less time than a second
+thread takes to start. The other cores are free for tools, tokenization and the sanity check."""
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the length of the sequence."""
 
@@ -177,22 +177,15 @@ class CompiledForward(PackedForward):
         layers = [pointer for layer in self._layers for pointer in layer.pointers()]
         return np.array([product, *sizes, *weights, *layers], dtype=np.int64)
 
+    def num_threads(self, available: int) -> int:
+        return 1 if self._is_small else available
+
     def compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
         """As the base class computes it.
 
         Raises:
             KernelsError: the module was changed since the engine was made, and the kernels cannot compute it any more.
         """
-        threads = torch.get_num_threads()
-        if not self._is_small or threads == 1:
-            return self._compute(work, cache, ids)
-        torch.set_num_threads(1)  # of this thread, and of threads that first use torch meanwhile
-        try:
-            return self._compute(work, cache, ids)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _compute(self, work: StepTokens, cache: KVCache, ids: np.ndarray) -> torch.Tensor:
         if self._where() != self._pointers:
             if (reason := why_not(self.module)) is not None:
                 raise KernelsError(f"the model was changed while it was sampled from: {reason}")
