@@ -260,8 +260,8 @@ class LocalEngine(InferenceEngine):
     def _run(self) -> None:
         """Runs in the engine's thread, until `close` or an error."""
         torch.set_num_threads(self._batcher.forward.num_threads(self._num_threads))
-        # A thread that uses torch for the first time gets the number that any thread has set last. From here on this one
-        # keeps its own, and later ones get the process's.
+        # A thread that uses torch for the first time gets the number that any thread has set last. From here on this
+        # one keeps its own, and later ones get the process's.
         torch.get_num_threads()
         others = threading.Thread(target=torch.set_num_threads, args=(self._num_threads,))
         others.start()
