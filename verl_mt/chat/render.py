@@ -295,7 +295,7 @@ class Renderer:
 
 
 class RecentTexts:
-    """Rendered texts by what they were rendered from: the conversations of a group begin alike, and many tools answer
+    """Rendered texts and what each was rendered from: the conversations of a group begin alike, and many tools answer
     alike. Used by several threads."""
 
     def __init__(self) -> None:
