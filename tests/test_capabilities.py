@@ -6,6 +6,7 @@ import pytest
 from capability_table import CAPABILITIES, PAGE, REPO, page, proofs
 
 
+@pytest.mark.slow
 def test_every_capability_is_proved_by_a_test():
     found = proofs()
     assert not [number for number in CAPABILITIES if not found.get(number)]

@@ -176,6 +176,7 @@ def test_another_package_adds_a_reward_signature(other_packages):
         adapt(nobodys, label="nobodys", kwargs={}, timeout_s=5.0)
 
 
+@pytest.mark.slow
 def test_another_package_adds_config_groups(other_packages, tmp_path):
     for name, text in {"task/shop": "trainer: {seed: 7}", "season/winter": "data: {max_response_length: 99}"}.items():
         file = tmp_path / "foreign" / "foreign_groups" / "configs" / f"{name}.yaml"

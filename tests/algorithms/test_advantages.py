@@ -53,6 +53,7 @@ def test_pinned_values(rewards, groups, kwargs, expected):
     assert run([float(r) for r in rewards], groups, **kwargs) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     pairs=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0]), st.integers(-3, 3)), max_size=12),

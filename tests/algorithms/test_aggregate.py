@@ -72,6 +72,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(rows=ROWS, mode=st.sampled_from(MODES))
 def test_equal_to_a_plain_loop(rows, mode):

@@ -114,6 +114,7 @@ def slow(name, tokens, chosen):
 TOKEN = st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2), st.booleans())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=30, deadline=None)
 @given(st.lists(TOKEN, min_size=6, max_size=6))

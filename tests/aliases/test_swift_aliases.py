@@ -36,6 +36,7 @@ def command_of_page() -> list[str]:
     return words[3:]
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C11", "C12", "C14", "C30", "C35", "C41")
 def test_the_pages_command_composes():
     config = config_of_command(command_of_page(), None, "test")
@@ -50,6 +51,7 @@ def test_the_pages_command_composes():
     assert (config.data.prompt_key, config.data.label_key) == ("messages", "solution")
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C14")
 def test_the_engine_type_is_a_switch():
     assert config_of_command(["--use_async_engine", "false"], None, "test").actor_rollout_ref.rollout.mode == "sync"
@@ -79,6 +81,7 @@ def test_what_has_no_counterpart_is_refused_with_the_reason(words, text):
         config_of_command(words, None, "test")
 
 
+@pytest.mark.slow
 def test_an_environment_is_named_and_scores_as_the_manual_says():
     words = ["--multi_turn_scheduler", "gym_scheduler", "--use_gym_env", "true", "--gym_env", "frozen_lake"]
     config = config_of_command(words, None, "test")

@@ -40,6 +40,7 @@ def test_every_key_of_a_whole_configuration_of_verl_is_on_the_page(revision):
     assert len(keys) > 300 and [key for key in keys if f"| `{key}` |" not in page] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changed"),
     [("no effect here", ()), ("one value", ("problem",)), ("not offered", ("problem",))],

@@ -104,6 +104,7 @@ def test_an_unknown_name_is_refused_with_what_is_close():
         compose(given.words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -260,6 +261,7 @@ def read(data, num_rows=-1):
         return load_rows(spec, split="train", num_rows=num_rows)[0].rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [list, tuple, pyarrow.Table.from_pylist], ids=["list", "tuple", "arrow"])
 def test_rows_of_many_kinds_become_the_same_rows(kind):
     rows = read(kind(ROWS))

@@ -78,6 +78,7 @@ def conversations(draw):
     return prompt, [(draw(WORDS), [draw(messages)]) for _ in range(draw(st.integers(1, 3)))]
 
 
+@pytest.mark.slow
 @pytest.mark.cap("V5")
 @settings(max_examples=40, deadline=None)
 @given(conversations())

@@ -33,6 +33,7 @@ def test_what_the_assistant_says_and_its_end_of_turn_are_trained_and_nothing_els
 WORDS = st.text("ab 1\n", min_size=1, max_size=6).filter(lambda s: s.strip() == s and s)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(WORDS, WORDS, st.booleans()), min_size=1, max_size=4))
 @settings(max_examples=30, deadline=None)
 def test_the_ids_are_those_of_the_whole_conversation(turns):

@@ -126,6 +126,7 @@ def rewrites(messages, tools=None, **kw):
     return chatml(shown, tools, **kw)
 
 
+@pytest.mark.slow
 @given(turns, st.sampled_from((SanityMode.STRICT, SanityMode.IGNORE_STRIPPABLE)))
 @settings(max_examples=100)
 def test_findings_are_those_of_the_search_for_longest_runs(talk, mode):

@@ -34,6 +34,7 @@ def neutral(encoder: Encoder, text: str) -> list[int]:
     return encoder.encode_hidden(hidden.hide(text), hidden)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(FOREIGN)
 def test_neutral_text_has_no_control_id_and_decodes_to_itself(text):
@@ -42,6 +43,7 @@ def test_neutral_text_has_no_control_id_and_decodes_to_itself(text):
     assert ENCODER.decode(ids) == text
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(FOREIGN, FOREIGN)
 def test_the_scaffold_around_foreign_text_keeps_its_control_ids(first, second):

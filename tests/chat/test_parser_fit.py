@@ -46,6 +46,7 @@ def template(data: Path, stem: str) -> ChatTemplate:
     return generic_template(data / "templates" / f"{stem}.jinja")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stem", ["Qwen-QwQ-32B", "Qwen3.5-4B", "GLM-4.7-Flash", "deepseek-ai-DeepSeek-V3.2", "openai-gpt-oss-120b"]
 )

@@ -439,6 +439,7 @@ _fragments = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(text=st.lists(_fragments, max_size=14).map("".join), in_reasoning=st.booleans())
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("parser", sorted(tool_parsers))

@@ -328,6 +328,7 @@ def test_a_template_that_does_not_end_is_refused_and_named(name, in_thread, monk
         assert "does not end" in said and "processor time" in said
 
 
+@pytest.mark.slow
 def test_a_loop_over_what_only_tools_bring_stops_the_probe_too(monkeypatch):
     monkeypatch.setattr(render, "_LIMIT_S", 0.2)
     source = TOOL_CHATML + "{% if tools %}" + LOOPS["loops"] + "{% endif %}"

@@ -108,6 +108,7 @@ def test_the_shorthand_works_in_yaml_in_either_order(tmp_path, block):
     assert (rollout.multi_turn.enable, rollout.multi_turn.max_user_turns, rollout.n) == (True, 3, 4)
 
 
+@pytest.mark.slow
 def test_a_recipe_resolves_from_any_directory(tmp_path, monkeypatch):
     folder = tmp_path / "recipe"
     folder.mkdir()
@@ -206,6 +207,7 @@ def test_to_config_takes_plain_mappings_and_refuses_like_the_command():
         to_config({"trainer": {"sed": 3}})
 
 
+@pytest.mark.slow
 def test_a_written_configuration_is_read_back(tmp_path):
     config = compose(["actor_rollout_ref.model.template_kwargs.enable_thinking=False", "data.seed=9"])
     file = write(tmp_path, "config", config_to_yaml(config))
@@ -219,6 +221,7 @@ def test_secrets_are_not_printed():
     assert "abc" not in config_to_yaml(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["{{ a }}${x}", "{{ a }}${x:1}", "{{ a }}${ {{ x }} }"])
 def test_a_chat_template_with_a_dollar_says_to_use_a_file(tmp_path, text):
     key = "actor_rollout_ref.model.custom_chat_template"
@@ -284,6 +287,7 @@ def test_a_launch_command_of_verl_runs_after_replacing_the_module(words):
     assert config.actor_rollout_ref.rollout.multi_turn.enable is True
 
 
+@pytest.mark.slow
 def test_hydra_main_runs_the_task_once_and_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -324,6 +328,7 @@ def test_hydra_main_takes_hydras_flags(tmp_path, capsys):
         assert exit_.value.code == 2
 
 
+@pytest.mark.slow
 def test_one_more_folder_has_groups_for_a_shipped_file(tmp_path):
     (tmp_path / "exp").mkdir()
     write(tmp_path / "exp", "fast", "# @package _global_\ndata:\n  val_seed: 7\n")

@@ -10,6 +10,7 @@ from verl_mt.config.compose import compose, config_from_mapping, config_to_yaml,
 from verl_mt.config.schema import Config, explicit_keys, is_as_checked
 
 
+@pytest.mark.slow
 def test_given_is_what_the_command_line_and_ones_own_file_set_by_whatever_name(tmp_path):
     own = tmp_path / "mine.yaml"
     own.write_text("defaults: [ppo_trainer, _self_]\ndata:\n  val_seed: 7\ncustom_reward_function:\n  path: gsm8k\n")

@@ -122,6 +122,7 @@ def test_a_choice_replaces_that_of_an_experiment():
     assert (config.trainer.n_workers_per_node, config.trainer.logger) == (8, ["console", "wandb"])
 
 
+@pytest.mark.slow
 def test_null_chooses_no_file():
     without = compose(["experiment=gsm8k_tool_grpo", "algorithm=null", "logger=null"])
     assert without.actor_rollout_ref.actor.use_kl_loss is False and without.trainer.logger == ["console"]
@@ -129,6 +130,7 @@ def test_null_chooses_no_file():
     assert compose(["task=null"]).trainer.experiment_name != "tiny"
 
 
+@pytest.mark.slow
 def test_the_engine_wins_over_the_scale_and_a_key_over_both():
     memory = "actor_rollout_ref.rollout.gpu_memory_utilization"
     assert value_of(compose(["scale=1gpu", "engine=sglang_servers"]), memory) == 0.8

@@ -123,6 +123,7 @@ def test_overrides_and_groups_are_hydras(conf, monkeypatch, words, key, value):
     assert not HydraConfig.initialized()
 
 
+@pytest.mark.slow
 def test_a_job_sees_hydras_configuration_and_may_compose_again(conf):
     def task(config: Config) -> None:
         hydra = HydraConfig.get()
@@ -137,6 +138,7 @@ def test_a_job_sees_hydras_configuration_and_may_compose_again(conf):
     assert not GlobalHydra.instance().is_initialized()
 
 
+@pytest.mark.slow
 def test_what_the_task_raises_comes_through(conf):
     def task(config: Config) -> None:
         raise ValueError("mine")
@@ -160,6 +162,7 @@ def test_a_command_of_one_configuration_refuses_a_sweep(conf, word):
         config_of_command(words, None, "verl_mt.doctor")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(conf, tmp_path):
     run(*conf)
     assert [path.name for path in tmp_path.iterdir()] == ["conf"]
@@ -270,6 +273,7 @@ def test_mistakes_in_words_and_files_are_in_one_error(conf, capsys):
     assert "data.sed " in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["hydra.run.dir=out/${hydra.job.override_dirname}", "data.seed=4"]])
 def test_the_run_directory_is_hydras(conf, words):
     assert Path(str(run(*conf, *words).trainer.default_local_dir)) == Path("out/data.seed=4").absolute()
@@ -292,6 +296,7 @@ def test_a_sweep_with_a_secret_among_hydras_keys_of_a_file_is_refused(conf, caps
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_job_changes_into_the_run_directory(conf, tmp_path):
     seen = []
     hydra_main(lambda config: seen.append((os.getcwd(), config)), argv=[*conf, "hydra.job.chdir=True"])
@@ -300,6 +305,7 @@ def test_a_job_changes_into_the_run_directory(conf, tmp_path):
     assert Path.cwd() == tmp_path
 
 
+@pytest.mark.slow
 def test_a_resolver_of_a_plug_in(conf):
     Path("mine.py").write_text(
         "from omegaconf import OmegaConf\n"

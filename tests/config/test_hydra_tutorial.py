@@ -210,6 +210,7 @@ def test_every_command_line_of_the_pages_has_a_row():
     assert missing == []
 
 
+@pytest.mark.slow
 def test_the_program_sees_the_groups(conf):
     _, (text,), _ = outcome(run_bare, [*CONFIG, "db=postgresql"], conf / "seen.jsonl")
     config = json.loads(text)

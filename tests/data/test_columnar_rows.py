@@ -94,6 +94,7 @@ def test_rows_of_another_form_that_an_earlier_version_converted_are_read():
     assert list(to_rows(whole)) == [*rows, trajectory_to_row(one_record(), step=1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("token_ids", [1, 2**40, 3]), ("sampled", [0, 300, 1])])
 def test_what_a_column_cannot_hold_is_kept_and_nothing_is_rounded(name, value):
     odd, neighbour = one_record(), one_record()
@@ -161,6 +162,7 @@ def test_a_file_of_another_kind_or_layout_and_a_torn_one_are_named(tmp_path):
             list(read_parquet(file))
 
 
+@pytest.mark.slow
 def test_many_rows_and_none_are_files_too(tmp_path):
     write_parquet(tmp_path / "none.parquet", table_of_rows([]))
     assert list(read_parquet(tmp_path / "none.parquet")) == []

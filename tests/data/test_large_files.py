@@ -236,6 +236,7 @@ def test_a_sampler_of_ones_own_needs_only_row_at(tmp_path):
     assert [row.index for row in Backwards(opened(path)).next_batch(22)] == [*range(19, -1, -1), 19, 18]
 
 
+@pytest.mark.slow
 def test_a_group_of_rows_is_decoded_once_for_all_that_are_drawn_ahead(tmp_path, monkeypatch):
     monkeypatch.setattr(large_files, "_LARGE_GROUP", 10)
     (source,) = opened(write(tmp_path / "a.parquet", rows(100), group=50))

@@ -191,6 +191,7 @@ def test_a_sign_whose_number_is_not_measured_any_more_does_not_become_new_again(
 # ---------------------------------------------------------------- state
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 60), st.integers(1, 60))
 def test_a_guard_that_was_saved_and_loaded_judges_the_same(split, begin):
@@ -239,6 +240,7 @@ def test_thresholds_that_cannot_be_are_refused_by_name(given: dict[str, Any], te
         read_thresholds(given)
 
 
+@pytest.mark.slow
 def test_the_configuration_takes_them_and_off_under_either_name(tmp_path):
     config = compose(["trainer.collapse_guard_thresholds={window: 5, turns_rise: null}", "trainer.collapse_guard=off"])
     assert read_thresholds(config.trainer.collapse_guard_thresholds) == GuardThresholds(window=5, turns_rise=None)

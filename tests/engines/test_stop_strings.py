@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def first_match(ids: list[int], stops: tuple[str, ...]) -> int | None:
 interesting = st.sampled_from([*b"abst op</>x", *range(256, len(PIECES)), 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80, 0xFF])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     ids=st.lists(interesting, max_size=30),

@@ -202,6 +202,7 @@ def test_every_trajectory_has_an_object_of_its_own_at_most_limit_at_once():
     assert [t.reward_parts["steps"] for t in done] == [0, 3, 4, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_calls_of_one_turn_run_in_the_order_written():
     class Slow(Game):
         def wait(self, seconds: float) -> str:
@@ -511,6 +512,7 @@ def test_a_call_that_is_too_late_may_have_ended_the_episode():
     assert texts[-1] == "not run: the episode is over" and done.stop_reason is StopReason.ENVIRONMENT
 
 
+@pytest.mark.slow
 def test_a_failed_call_is_made_again_only_where_the_class_says_so():
     class Once(Says):
         def buy(self) -> str:
@@ -593,6 +595,7 @@ def test_an_engine_that_goes_away_begins_again_with_a_new_object():
     assert Game.made == 2 and CLOSED == {1: 1, 2: 1}
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_closes_every_object_once():
     class Waits(Game):
         def wait(self) -> str:
@@ -645,6 +648,7 @@ def test_more_calls_may_hang_than_threads_of_a_name_and_every_object_is_closed()
     assert Game.made == 300 and Game.alive == 0 and dict.fromkeys(range(1, 301), 1) == CLOSED
 
 
+@pytest.mark.slow
 def test_a_cancelled_constructor_is_waited_for_and_its_object_closed():
     class SlowToMake(Game):
         def __init__(self):

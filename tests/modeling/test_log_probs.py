@@ -139,6 +139,7 @@ def gradients(model, ids, mask, wanted, coefficients):
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [Passes(False, True), Passes(True, False), Passes(True, True)])
 @pytest.mark.parametrize(("shared", "prompts"), [(20, 1), (20, 3), (0, 2), (0, 6), (20, 6)])
 def test_sharing_prefixes_and_packing_rows_change_no_gradient(shared, prompts, passes):

@@ -24,6 +24,7 @@ def padded(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([r + [0] * (width - len(r)) for r in rows]), np.array(list(map(len, rows)))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(rows_of_tokens, st.booleans(), st.integers(1, 6))
 def test_segments_cover_each_token_of_each_row_once_and_only_equal_tokens_are_shared(rows, share, least):
@@ -62,6 +63,7 @@ ARCHITECTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("kind", "kwargs"), ARCHITECTURES)
 def test_packed_log_probs_entropies_and_gradients_equal_padded_ones(kind, kwargs, share):
@@ -81,6 +83,7 @@ def test_packed_log_probs_entropies_and_gradients_equal_padded_ones(kind, kwargs
         torch.testing.assert_close(packed, plain, atol=1e-5 * max(1.0, float(plain.abs().max())), rtol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 999), shared=st.sampled_from([0, 5, 20, 60]), prompts=st.integers(1, 4), share=st.booleans())
 def test_whatever_is_packed_equals_full_logits_row_by_row(qwen, seed, shared, prompts, share):

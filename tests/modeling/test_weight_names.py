@@ -54,6 +54,7 @@ def test_all_ranks_and_engines_have_the_names_and_shapes_of_the_checkpoint(famil
     assert {name.split(".")[1] for name in shape.unsent} == ({"visual"} if family.startswith("Qwen3_5") else set())
 
 
+@pytest.mark.slow
 def test_experts_keep_the_form_in_which_their_files_have_them(tmp_path):
     """Makers of mixtures write each expert, or all of a layer in one tensor: transformers reads both."""
     folder = write("Qwen3_5Moe", tmp_path)

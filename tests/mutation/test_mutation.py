@@ -113,6 +113,7 @@ def test_what_no_longer_applies_is_an_error(mutant: Mutant):
         changed_codes(mutant, TOY, "toy.py")
 
 
+@pytest.mark.slow
 def test_code_is_swapped_behind_a_decorator(tmp_path: Path):
     path = tmp_path / "swapped_toy.py"
     path.write_text(TOY)

@@ -77,6 +77,7 @@ def test_runs_that_differ_in_seeds_and_names_are_one_setting(tmp_path):
     assert sweep["notes"] == []
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_named_with_its_last_error(tmp_path, capsys):
     seeds(tmp_path)
     assert main([str(tmp_path)]) == 0

@@ -62,6 +62,7 @@ def test_accuracy_without_math_verify_is_refused_with_the_command_that_installs_
         load_reward("accuracy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "solution", "score"),
     [

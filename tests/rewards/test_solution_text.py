@@ -52,6 +52,7 @@ def score(config):
     return *reward.function.__globals__["SEEN"].pop(), done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_a_file_in_verls_key_gets_what_verl_decodes_and_one_in_ours_what_the_model_wrote(name, tmp_path):
     file = tmp_path / "mine.py"
@@ -67,6 +68,7 @@ def test_a_file_in_verls_key_gets_what_verl_decodes_and_one_in_ours_what_the_mod
     assert own == info["model_text"] == f"{CALL}\n#### 42" and info["response_text"] == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [

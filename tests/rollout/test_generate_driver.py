@@ -126,6 +126,7 @@ def same(script, limits=LIMITS):
     return loop, function
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C42", "C61", "C62")
 @settings(max_examples=12, deadline=None)
 @given(

@@ -14,6 +14,7 @@ OBSERVED = st.text("xyz\n_", max_size=8)  # nothing that the model could have go
 STEPS = st.lists(st.tuples(st.booleans(), st.none() | st.integers(1, 4), OBSERVED), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C60", "C61", "C62", "C83")
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS, data=st.data())

@@ -133,6 +133,7 @@ def tokenized(monkeypatch):
     return lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", ["error", "left", "right", "middle"])
 def test_a_prompt_of_twenty_megabytes_is_refused_at_once_with_its_row(truncation, tokenized):
     with pytest.raises(DataError, match=r"toy\.jsonl, row 8: the prompt has 20,800,\d+ characters.*Shorten it"):

@@ -166,6 +166,7 @@ def test_a_tool_call_is_answered_and_the_stream_is_what_the_engine_saw():
     assert trained == f"ask {call('a')}<|im_end|>yes<|im_end|>"
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C55")
 @pytest.mark.parametrize("key", ["raise", "hang"])
 def test_a_failing_tool_is_fed_back_and_counted(key):
@@ -391,6 +392,7 @@ def deterministic(runner):
     return runner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [[call("hang"), "yes"]])
 def test_no_deadline_fires_unnoticed_in_a_deterministic_run(script):
     runner = deterministic(make_runner(engine_saying({"q": script}), timeout_s=0.2))
@@ -409,6 +411,7 @@ def test_a_trajectory_out_of_time_is_truncated_and_an_error_where_bits_are_promi
         roll_out(deterministic(make_runner(engine_saying(script), limits=limits, timeout_s=0.2)), prompts_of(["q"]))
 
 
+@pytest.mark.slow
 def test_the_first_conversation_that_an_engine_is_too_slow_for_is_said(caplog):
     warn_of_deadline.cache_clear()
     limits = Limits(response_length=2000, max_model_len=4000, request_timeout_s=0.2)

@@ -168,6 +168,7 @@ def test_a_call_returns_what_its_coroutine_returns_or_raises(stream):
             stream.call(answer(error))
 
 
+@pytest.mark.slow
 def test_what_waiting_for_a_call_raises_cancels_it(stream):
     ended = []
 

@@ -134,6 +134,7 @@ def test_an_agent_name_that_is_no_loop_is_refused_with_file_and_row_unless_a_loo
     assert theirs.keep([row]) == [row]
 
 
+@pytest.mark.slow
 def test_only_the_tool_loop_reads_the_agent_name():
     for setting in ("custom_generate_function_path=my.f", "agent_function_path=my.f", "multi_turn.scheduler=my.S"):
         keys = [f"actor_rollout_ref.rollout.{key}" for key in (setting, "tool_kwargs.tools_config_file=null")]

@@ -63,6 +63,7 @@ def test_a_worker_and_its_tools_end_at_once_with_a_trainer_that_is_killed(tmp_pa
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_was_still_to_be_said_to_a_worker_that_is_gone_does_not_reach_the_next_one():
     """The descriptor's number is given to the next worker's socket as soon as it is free."""
     ours, theirs = socket.socketpair()

@@ -88,6 +88,7 @@ def test_what_looks_like_a_keyword_in_data_is_data():
     assert messages({"properties": {"pattern": {"type": "string"}, "$ref": {}}}, {"pattern": "(?!", "$ref": 1}) == []
 
 
+@pytest.mark.slow
 def test_recursive_schemas_work_and_have_a_budget():
     defs = {"$defs": {"n": NODE}}
     assert messages({"$ref": "#/$defs/n"}, nested(20), **defs) == ["1 is not of type 'object'"]

@@ -186,6 +186,7 @@ def test_results_come_in_the_order_of_the_calls_and_one_failure_loses_no_other()
     assert rewards == {"tool": [0.0, 0.1, 0.3, 0.4, 2.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C52")
 @pytest.mark.parametrize("kind", ["async", "sync"])
 def test_a_limit_of_two_keeps_two_in_flight_across_trajectories(kind):
@@ -554,6 +555,7 @@ class Chaos(Tool):
         self._maybe("release")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 4), max_size=3), st.booleans())
 def test_every_created_instance_is_scored_and_released_exactly_once_whatever_fails(seed, turns, cancel):

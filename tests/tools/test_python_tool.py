@@ -106,6 +106,7 @@ def test_code_that_must_be_stopped_is_the_models_mistake_and_shows_what_it_print
     assert counters["tools/python/model_errors"] == counters["tools/python/timeouts"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, reason",
     [

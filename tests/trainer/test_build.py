@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from verl_mt import engines
 from verl_mt.config.compose import compose
 from verl_mt.engines.scripted import ScriptedEngine
@@ -18,6 +20,7 @@ def test_tools_and_interactions_have_deadlines_of_their_own(monkeypatch):
     assert (runner.tools.limits.timeout_s, runner.interaction_timeout_s) == (3, 7)
 
 
+@pytest.mark.slow
 def test_no_more_conversations_of_a_step_begin_than_the_local_engine_decodes(monkeypatch):
     monkeypatch.setattr(engines, "build", lambda *_, **__: ScriptedEngine([]))
     for name, seats in (("local", 5), ("sglang", None)):

@@ -128,6 +128,7 @@ def test_a_clip_range_that_the_loss_does_not_read_means_nothing_and_is_said(mode
     assert sorted(text.split()[0] for text in said) == sorted(f"actor.{name}" for name in idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["multi_turn.scheduler", "agent_function_path", "custom_generate_function_path"])
 def test_several_turns_without_tools_are_one_turn_unless_something_else_answers(driver):
     rollout = "actor_rollout_ref.rollout"

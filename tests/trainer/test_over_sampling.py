@@ -61,6 +61,7 @@ def test_a_batch_is_what_finishes_first_as_long_as_older_ones_can_wait():
     assert sorted(g.prompt_id for g in chosen) == ["s000001.00000", "s000001.00001"]
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(1, 5),
     bound=st.integers(0, 4),

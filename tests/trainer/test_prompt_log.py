@@ -58,6 +58,7 @@ def test_a_finished_run_holds(finished, capsys, format):
     assert prompt_log.main([str(copied)]) == 0 and capsys.readouterr().out.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_rows_that_are_gone_are_missing(copied, capsys):
     file = copied / "rollouts/step_000002.jsonl"
     lines = file.read_text().splitlines(keepends=True)
@@ -69,6 +70,7 @@ def test_rows_that_are_gone_are_missing(copied, capsys):
     assert out.splitlines()[-1].endswith("0 open, 1 missing, 0 double")
 
 
+@pytest.mark.slow
 def test_a_whole_step_that_is_gone_is_missing(copied, capsys):
     (copied / "rollouts/step_000003.jsonl").unlink()
     assert last_line(capsys, copied) == (1, "8 drawn, 8 trained, 0 left out, 0 open, 1 missing, 0 double")

@@ -182,6 +182,7 @@ def test_objects_that_the_caller_froze_stay_frozen(scripted, monkeypatch):
     assert collector.asked == [] and collector.frozen == 5
 
 
+@pytest.mark.slow
 def test_other_errors_and_a_loss_after_a_request_to_stop_cause_no_restart(scripted):
     stopped, failed = Life("a", WorkerError("SIGTERM")), Life("a", ConfigError("no"))
     stopped.interrupts.requested.set()
@@ -192,6 +193,7 @@ def test_other_errors_and_a_loss_after_a_request_to_stop_cause_no_restart(script
         assert asked.pop() == {} and not asked
 
 
+@pytest.mark.slow
 def test_only_a_restart_waits_for_room_as_long_as_ranks_wait_for_each_other(scripted, capsys):
     """It looks every 10 seconds and raises at the first look after the limit."""
     no_room = NoRoomError("no room")

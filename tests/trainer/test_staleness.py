@@ -198,6 +198,7 @@ def test_so_is_one_that_is_given(monkeypatch):
         build_trainer(compose([AHEAD]), engine=engine)
 
 
+@pytest.mark.slow
 def test_where_no_training_goes_on_nothing_is_asked_of_it(tmp_path, monkeypatch):
     from verl_mt.trainer.inference import Inference
 

@@ -125,6 +125,7 @@ def test_a_batch_that_teaches_nothing_has_the_numbers_of_every_step(policy, kwar
     assert all(metrics[f"actor/{name}"] == 0 for name in ("loss", "clipfrac", "grad_norm", "num_updates"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [{}, {"ppo_max_token_len": 40}, {"ppo_micro_batch_size": 2}])
 def test_the_kl_term_of_a_policy_that_is_its_reference_is_exactly_zero(policy, split):
     batch = make_batch([[1.0] * 4, [0.0] * 3, [1.0] * 2, [0.5] * 5])

@@ -61,6 +61,7 @@ def test_without_counts_the_load_average_tells(machine, tmp_path, monkeypatch, t
     assert idle_cores() == 2
 
 
+@pytest.mark.slow
 def test_this_machine_counts_its_cores():
     """The real file, where there is one."""
     assert 1 <= idle_cores() <= 4

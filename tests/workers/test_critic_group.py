@@ -98,6 +98,7 @@ def test_a_penalty_in_the_reward_brings_the_reference_policy_without_a_kl_loss(f
     assert first == 0 and second != 0, "the policy has moved away from its reference"
 
 
+@pytest.mark.slow
 def test_a_group_without_critic_has_no_values(folder):
     batch, group = make_batch(REWARDS), group_of(folder, None)
     group.add_values(batch)

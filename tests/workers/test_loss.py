@@ -83,6 +83,7 @@ def test_no_split_into_micro_batches_changes_the_gradient(mode):
     assert single["metrics"]["actor/pg_loss"] == pytest.approx(whole["metrics"]["actor/pg_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
 def test_the_share_of_chosen_tokens_is_a_metric_and_the_draw_repeats(mode):
     batch = drifting(1)
@@ -93,6 +94,7 @@ def test_the_share_of_chosen_tokens_is_a_metric_and_the_draw_repeats(mode):
     assert (flat(first) - flat(plain)).norm() > 0.01 * flat(plain).norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", RARE)
 def test_on_policy_every_rare_loss_trains_and_a_batch_of_equal_rewards_changes_nothing(mode):
     kwargs = {"policy_loss": {"loss_mode": mode}, "grad_clip": 0.0}

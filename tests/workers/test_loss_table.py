@@ -145,6 +145,7 @@ def test_a_loss_that_is_added_to_the_table_can_be_chosen_with_its_options_and_no
     assert torch.equal(loss, -2.0 * given[2] * given[0])
 
 
+@pytest.mark.slow
 def test_a_configuration_is_checked_with_every_loss_without_torch():
     program = (
         "import sys; from verl_mt.config.policy_losses import POLICY_LOSSES, read_policy_loss\n"

@@ -338,6 +338,7 @@ def test_advantages_with_a_kl_penalty_in_the_reward_are_the_oracles(kind):
     assert step(batch)["actor/reward_kl_penalty_coeff"] == 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cliprange", "aggregation", "mini", "epochs", "split"),
     [

@@ -36,6 +36,7 @@ def test_on_policy_no_loss_needs_its_logits_twice(monkeypatch, mode):
     torch.testing.assert_close(tiled[0], plain[0], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"use_kl_loss": True}, {"entropy_coeff": 0.01}, {"ppo_mini_batch_size": 1}],

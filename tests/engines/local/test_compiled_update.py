@@ -104,6 +104,7 @@ def test_the_number_of_threads_changes_no_bit():
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["a hook", "checkpointing", "bfloat16", "long rows", "autocast"])
 def test_what_the_kernels_cannot_compute_is_transformers_own_pass(why, monkeypatch):
     model = make_model()

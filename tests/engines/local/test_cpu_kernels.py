@@ -128,6 +128,7 @@ class TestEachKernelIsTorchsOperator:
             expected = scaled_dot_product_attention(q[t].view(kv_heads, group, dim), key, value, scale=0.3)
             close(out[t], expected.flatten(), dtype)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (7, 300), (40, 1000), (3, 49_153)])
     def test_draw(self, built, dtype, rows, vocabulary):
         torch.manual_seed(0)
@@ -298,6 +299,7 @@ def test_torchs_products_are_called_where_one_call_would_not_have_their_bits(bui
         torch.set_float32_matmul_precision(precision)
 
 
+@pytest.mark.slow
 def test_streams_are_those_of_torchs_operators(compiled, run_async):
     model = make_model()
     ours, torchs = (run_async(turns(model, 100, **options)) for options in ({"forward": compiled}, {}))

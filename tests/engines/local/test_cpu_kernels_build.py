@@ -32,6 +32,7 @@ def num_calls(calls: Path) -> int:
     return len(calls.read_text().splitlines()) if calls.exists() else 0
 
 
+@pytest.mark.slow
 def test_the_second_process_finds_what_the_first_compiled(counted):
     first, second = build(), build()
     assert first.name == second.name and num_calls(counted) == 1
@@ -89,6 +90,7 @@ def test_other_source_features_torch_or_flags_have_another_name(counted, tmp_pat
     assert len(names) == 5 == num_calls(counted)
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses_is_said(counted):
     builds.SOURCE.write_text("int f( {\n")
     with pytest.raises(KernelsError, match=r"compiler failed: .*error: "):
@@ -115,6 +117,7 @@ def test_a_cxx_that_is_no_command_is_named(monkeypatch):
         build()
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_may_write_to_is_refused(counted, tmp_path):
     build()
     (library,) = (tmp_path / "cache").rglob("kernels.so")

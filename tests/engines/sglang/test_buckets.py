@@ -68,6 +68,7 @@ def test_what_is_packed_comes_out_again_whatever_the_bucket_size(shapes, limit, 
         torch.testing.assert_close(found[name], tensor if name == "steps" else tensor.to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_bucket_holds_until_as_many_later_ones_as_there_are_buffers(number):
     shapes = {f"w{k}": (4,) for k in range(7)}

@@ -184,6 +184,7 @@ def test_an_engine_that_is_slow_to_tell_of_its_progress_keeps_nobody_from_an_ans
     run_async(go())
 
 
+@pytest.mark.slow
 def test_an_abort_of_the_engines_own_is_no_deadline_however_long_the_turn_was(run_async):
     async def go():
         engine = held_engine()
@@ -202,6 +203,7 @@ def test_an_abort_of_the_engines_own_is_no_deadline_however_long_the_turn_was(ru
     run_async(go())
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_deadline_counts_from_the_request(run_async):
     async def go():
         engine = held_engine()

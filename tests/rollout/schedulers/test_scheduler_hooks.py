@@ -235,6 +235,7 @@ def test_async_hooks_and_a_late_hook(monkeypatch):
     assert "timed out after 0.2 s" in run.trajectory.error
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C88")
 @pytest.mark.parametrize(
     ("limits", "reason"),

@@ -90,6 +90,7 @@ def as_read(messages) -> str:
     return CHAT.full_text(shown, add_generation_prompt=True)
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C16", "C17", "C19", "C20", "C25", "C83")
 @given(st.lists(ACTIONS, max_size=4), st.lists(TURNS, min_size=5, max_size=5))
 @settings(max_examples=60, deadline=None)
@@ -142,6 +143,7 @@ class Loop(MultiTurnScheduler):
         return [output for output, wanted in zip(outputs, self.wanted, strict=False) if wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.cap("C9", "C20", "C91")
 @given(
     st.lists(st.tuples(st.sampled_from(["user", "rewrite", "drop_last", "prefill"]), TEXT), max_size=3),

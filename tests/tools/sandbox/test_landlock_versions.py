@@ -31,6 +31,7 @@ def test_the_struct_grows_as_the_kernels_does():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 def test_an_older_landlock_holds_too(version, tmp_path):

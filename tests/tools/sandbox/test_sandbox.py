@@ -250,6 +250,7 @@ def runs(pid: int) -> bool:
 FORGED = WRITE_ANSWER.replace("b'{}\\n'", "answer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer", ["b'[' * 4000 + b'\\n'", "b'9' * 4000 + b'\\n'", "b'\\xff\\n'", "b'{\"ending\": []}\\n'", "b'x' * 5000"]
 )
@@ -276,6 +277,7 @@ def test_the_folder_has_a_limit_over_all_its_files(sandbox):
     assert not os.path.exists(interpreter.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["open", "tmpfile", "mapped"])
 @pytest.mark.parametrize("pause", ["", "; import time; time.sleep(1e6)"])
 def test_files_without_a_name_count_while_they_are_held(sandbox, how, pause):
@@ -417,6 +419,7 @@ def test_a_sandbox_with_a_hole_refuses_to_start(monkeypatch):
         Sandbox().verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_hole_that_only_older_kernels_have_is_found_there(monkeypatch, tmp_path, version):
     from verl_mt.extensions.toolbox.sandbox import interpreter as module
