@@ -301,7 +301,10 @@ class RecentTexts:
     def __init__(self) -> None:
         self._texts: dict[tuple[str, bytes], str] = {}
         self._held = 0
-        self.get = self._texts.get
+
+    def get(self, key: tuple[str, bytes]) -> str | None:
+        """The text, if it is remembered."""
+        return self._texts.get(key)
 
     def put(self, key: tuple[str, bytes], text: str) -> None:
         """Remember a text that is not long; all are forgotten where there are too many."""
