@@ -145,7 +145,7 @@ def test_a_turn_is_not_cut_while_its_engine_samples(colocated, prompt, run):
         ask = request(prompt, max_new_tokens=LONG, temperature=HOTTEST, deadline_s=5.0)
         task = asyncio.ensure_future(colocated.generate(replace(ask, limit_s=float("inf"))))
         while not task.done():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
             seen.add(str(await colocated._replicas[0].serving.progress()))
         return task.result(), len(seen)
 
