@@ -219,7 +219,7 @@ class TakeTurns(TrainerCallback):
     def __init__(self, after_step: Callable[[Step], bool]):
         """
         Args:
-            after_step: whether TRL is to end.
+            after_step: called with each step of TRL; returns True to end its training.
         """
         self.trainer: ObservedGRPOTrainer | None = None
         self._after_step = after_step
@@ -503,6 +503,8 @@ def parse_arguments() -> argparse.Namespace:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
             parser.error(f"--sizes {size}: write prompts and samples, for example 16x8")
     if len(args.sizes) * len(args.threads) > 1:
+        if args.until is not None:
+            parser.error("--until: one of --sizes and one of --threads, got several")
         return args
     args.prompts, args.generations = map(int, args.sizes[0].split("x"))
     args.micro_batch = min(args.micro_batch, args.prompts * args.generations)

@@ -133,7 +133,7 @@ def test_only_so_much_is_remembered(monkeypatch):
         text = f"<|im_end|>{number}<|im_end|>\n<|im_end|>longer than six {number}"
         assert encoder.encode(text) == TOKENIZER.encode(text, add_special_tokens=False)
         assert encoder.encode(f"{number}") == TOKENIZER.encode(f"{number}", add_special_tokens=False)
-        held = encoder._stretches._known
+        held = encoder._stretches._known.values
         assert str(number) in held and sum(map(len, held)) <= 12 and max(map(len, held)) <= 6
 
 

@@ -239,7 +239,7 @@ def test_only_so_many_characters_are_remembered(monkeypatch):
     renderer, made = rendered_by(monkeypatch, SAYS_ALL)
     for number in range(30):
         renderer.text([{"role": "user", "content": str(number)}], add_generation_prompt=False)
-        held = renderer._recent._texts
+        held = renderer._recent.values
         assert sum(len(key) + len(text) for (_, key), text in held.items()) <= 1000
     before = len(made)
     for _ in range(2):

@@ -18,10 +18,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from verl_mt.errors import TemplateError
 
+K = TypeVar("K")
+V = TypeVar("V")
 _TWINS: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 _TWIN_LOCK = threading.Lock()
 _CHARS_PER_TOKEN = 16
@@ -222,6 +224,33 @@ class Encoder:
         return self.encode(literal[:1]) + self._encode_plain_slow(literal[1:])
 
 
+class Remembered(Generic[K, V]):
+    """What was computed, up to a size. Used by several threads.
+
+    Args:
+        most: the size of everything that is remembered; beyond it all is forgotten.
+        longest: the size of a single value that is.
+    """
+
+    def __init__(self, most: int, longest: int):
+        self._most, self._longest, self._size = most, longest, 0
+        self.values: dict[K, V] = {}
+
+    def get(self, key: K) -> V | None:
+        """The value, if it is remembered."""
+        return self.values.get(key)
+
+    def put(self, key: K, value: V, size: int) -> None:
+        """Remember a value, unless it is too long."""
+        if size > self._longest:
+            return
+        if self._size + size > self._most:
+            self.values.clear()
+            self._size = 0
+        self._size += size
+        self.values[key] = value
+
+
 class _Stretches:
     """A backend's ids of a text, with what was encoded before remembered by stretch between two added tokens.
 
@@ -234,8 +263,7 @@ class _Stretches:
         self._added = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
         pattern = compile_literals(self._added)
         self._cuts = re.compile(f"({pattern.pattern})") if pattern else None
-        self._known: dict[str, list[int]] = {}
-        self._held = 0
+        self._known: Remembered[str, list[int]] = Remembered(_MOST_CHARACTERS, _LONGEST_STRETCH)
         self._size = backend.get_vocab_size()
 
     @property
@@ -246,18 +274,11 @@ class _Stretches:
     def encode(self, text: str) -> list[int]:
         """Runs in any thread."""
         parts = self._cuts.split(text) if self._cuts else [text]
-        known = self._known
-        found = {part: known.get(part) for part in parts[::2]}
+        found = {part: self._known.get(part) for part in parts[::2]}
         if new := [part for part, ids in found.items() if part and ids is None]:
-            encoded = _ids(self._backend, new)
-            found |= zip(new, encoded)
-            kept = {part: ids for part, ids in zip(new, encoded) if len(part) <= _LONGEST_STRETCH}
-            size = sum(map(len, kept))
-            if self._held + size > _MOST_CHARACTERS:
-                known.clear()
-                self._held = 0
-            self._held += size
-            known |= kept
+            for part, encoded in zip(new, _ids(self._backend, new)):
+                found[part] = encoded
+                self._known.put(part, encoded, len(part))
         out: list[int] = []
         for index, part in enumerate(parts):
             if index % 2:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import jinja2
 
 from verl_mt.bounds import MAX_TEMPLATE_CHARACTERS
+from verl_mt.chat.encode import Remembered
 from verl_mt.data.conversation import Message
 from verl_mt.errors import TemplateError
 
@@ -33,6 +34,8 @@ ENDLESS = "P25"
 _LIMIT_S = 3.0
 _MOST_KEPT, _LONGEST_KEPT = 4 << 20, 64 << 10
 """Characters of texts, and bytes of what they were rendered from, that are remembered, and those of one text."""
+Key = tuple[str, bytes]
+"""A template, and what it was rendered from."""
 _CHANGES = re.compile("strftime_now|random|lipsum")
 """What a template may use that is not the same in each rendering."""
 """Processor time that one rendering may take. A conversation of a million tokens takes a tenth of it."""
@@ -205,7 +208,8 @@ class Renderer:
         self._given = chat_template
         self.template_kwargs = dict(template_kwargs)
         self._probe_limit_s = _LIMIT_S
-        self._recent = RecentTexts() if _renders_itself(tokenizer) else None
+        # The conversations of a group begin alike, and many tools answer alike.
+        self._recent = Remembered[Key, str](_MOST_KEPT, _LONGEST_KEPT) if _renders_itself(tokenizer) else None
         self.source(None)
 
     def source(self, tools: Sequence[Any] | None) -> str:
@@ -266,7 +270,7 @@ class Renderer:
             text = _WATCH.run(render, limit_s)
             self._probe_limit_s = min(_LIMIT_S, 2 * self._probe_limit_s)
             if recent and key:
-                recent.put(key, text)
+                recent.put(key, text, len(key[1]) + len(text))
             return text
         except _OutOfTime:
             if _PROBING.get():
@@ -294,31 +298,7 @@ class Renderer:
             ) from error
 
 
-class RecentTexts:
-    """Rendered texts and what each was rendered from: the conversations of a group begin alike, and many tools answer
-    alike. Used by several threads."""
-
-    def __init__(self) -> None:
-        self._texts: dict[tuple[str, bytes], str] = {}
-        self._held = 0
-
-    def get(self, key: tuple[str, bytes]) -> str | None:
-        """The text, if it is remembered."""
-        return self._texts.get(key)
-
-    def put(self, key: tuple[str, bytes], text: str) -> None:
-        """Remember a text that is not long; all are forgotten where there are too many."""
-        size = len(key[1]) + len(text)
-        if size > _LONGEST_KEPT:
-            return
-        if self._held + size > _MOST_KEPT:
-            self._texts.clear()
-            self._held = 0
-        self._held += size
-        self._texts[key] = text
-
-
-def key_of(template: str, *rendered: Any) -> tuple[str, bytes] | None:
+def key_of(template: str, *rendered: Any) -> Key | None:
     """What stands for everything a template sees; None where its text may be another one each time."""
     if _CHANGES.search(template):
         return None
